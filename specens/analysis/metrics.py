@@ -1,0 +1,351 @@
+"""The numbers of a run, from its three tables. Each number has one definition, in the docstring of what computes it.
+
+Notation of a step: A accepted draft tokens; member d's proposal agrees with the emitted tokens over its first m_d
+tokens (`num_matched`, pruned proposals count); n_i members have m_d >= i. What was never measured is None: neither 0
+nor NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+DRAFTER_COLUMNS = (
+    "drafter",
+    "win_rate",
+    "sole_win_rate",
+    "token_share",
+    "marginal",
+    "acceptance_rate",
+    "solo_acceptance_length",
+    "draft_ms_per_step",
+    "tokens_per_draft_s",
+    "silent_rate",
+    "num_drafted",
+    "num_verified",
+    "num_accepted",
+    "wasted_nodes",
+)
+"""Columns of `drafter_table`, whatever the drafters."""
+
+_PROMPT_COLUMNS = ("category", "output_ids", "decode_s", "baseline_decode_s", "baseline_ids", "is_identical", "error")
+_STEP_COLUMNS = ("step", "num_nodes", "num_accepted", "num_emitted", "draft_ms", "verify_ms", "host_ms")
+_DRAFT_COLUMNS = (
+    *("step", "drafter", "num_drafted", "num_verified", "num_matched", "num_tested", "draft_ms"),
+    *("win", "is_sole_win", "token_share", "marginal"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """One member's credit for one step; see `credit` for the definitions."""
+
+    is_win: bool
+    win: float
+    is_sole_win: bool
+    token_share: float
+    marginal: int
+
+
+def credit(num_matched: Sequence[int], num_accepted: int) -> list[Credit]:
+    """Credit of every member for one step, in the order of `num_matched`.
+
+    Agreement is capped at A = `num_accepted`: a proposal cut by the budget may also agree with the target's own token,
+    which is a loss to the budget and no win.
+
+    - `is_win`: m_d = A > 0. `win`: the same, ties split evenly: 1[m_d = A > 0] / #{e: m_e = A}. Wins sum to 1 if A > 0.
+    - `is_sole_win`: the only member with m_d = A > 0.
+    - `token_share`: sum over i <= A of 1[m_d >= i] / n_i. It is the Shapley value of the game v(S) = max of m over S,
+      and sums to A.
+    - `marginal`: A - max of the others' m (of nobody: 0), the tokens that this step would lose without the member.
+
+    Raises ValueError when a count is negative, or when A > 0 but no member's proposal reaches A.
+    """
+    if num_accepted < 0 or any(m < 0 for m in num_matched):
+        raise ValueError(f"counts cannot be negative: {list(num_matched)} matched, {num_accepted} accepted")
+    capped = [min(m, num_accepted) for m in num_matched]
+    if num_accepted > 0 and max(capped, default=0) < num_accepted:
+        raise ValueError(f"{num_accepted} accepted tokens, but the members matched only {capped}")
+    num_winners = capped.count(num_accepted) if num_accepted > 0 else 0
+    num_reaching = [sum(m >= depth for m in capped) for depth in range(1, num_accepted + 1)]
+    credits: list[Credit] = []
+    for member, m in enumerate(capped):
+        is_win = m == num_accepted > 0
+        others = max(capped[:member] + capped[member + 1 :], default=0)
+        credits.append(
+            Credit(
+                is_win=is_win,
+                win=1 / num_winners if is_win else 0.0,
+                is_sole_win=is_win and num_winners == 1,
+                token_share=math.fsum(1 / count for count in num_reaching[:m]),
+                marginal=num_accepted - others if is_win else 0,
+            )
+        )
+    return credits
+
+
+def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) -> dict[str, Any]:
+    """The numbers of `summary.json` that come from the tables. Takes one run's tables or merged ones (column `run`).
+
+    `num_prompts` counts all prompts, `num_failed` those with an error; every other number leaves failed prompts out.
+    `num_identical` counts outputs equal to the baseline's, None without baseline. The other keys are defined in
+    `_speed`, `_acceptance`, `_costs` and `_drafter`; `by_category` repeats some of them on the prompts of one category.
+    """
+    key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
+    prompts = prompts.reindex(columns=[*key, *_PROMPT_COLUMNS])
+    is_failed = prompts["error"].notna().to_numpy(bool)
+    failed, done = _rows(prompts, is_failed), _rows(prompts, ~is_failed)
+    steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
+    steps = _rows(steps, ~_is_of(steps, failed, key))
+    drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
+    drafts = _rows(drafts, ~_is_of(drafts, failed, key))
+    has_baseline = bool(done["is_identical"].notna().to_numpy().any())
+    return {
+        **_speed(done),
+        **_acceptance(steps, key),
+        "num_prompts": len(prompts),
+        "num_failed": len(failed),
+        "num_identical": _count(done, "is_identical") if has_baseline else None,
+        **_costs(steps),
+        "by_category": _by_category(done, steps, key),
+        "drafters": _drafters(steps, drafts, key),
+    }
+
+
+def bootstrap_interval(
+    per_prompt_numerator: Sequence[float],
+    per_prompt_denominator: Sequence[float],
+    *,
+    level: float = 0.95,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of sum(numerator) / sum(denominator), drawing whole prompts with replacement.
+
+    Prompts are the unit because steps of one prompt depend on each other. The order of the prompts does not matter.
+    None with fewer than two prompts, or when every resampled denominator is 0.
+    """
+    if len(per_prompt_numerator) != len(per_prompt_denominator):
+        raise ValueError("numerator and denominator must have one value per prompt each")
+    columns = np.column_stack([np.asarray(per_prompt_numerator, float), np.asarray(per_prompt_denominator, float)])
+    return _bootstrap(columns, _pooled_ratio, level=level, num_resamples=num_resamples, seed=seed)
+
+
+def drafter_table(summary: dict[str, Any]) -> pd.DataFrame:
+    """One row per drafter with `DRAFTER_COLUMNS`, for printing and logging; a number that is missing is None."""
+    rows = [
+        [name if column == "drafter" else numbers.get(column) for column in DRAFTER_COLUMNS]
+        for name, numbers in summary.get("drafters", {}).items()
+    ]
+    return pd.DataFrame(rows, columns=list(DRAFTER_COLUMNS), dtype=object)
+
+
+def _speed(done: pd.DataFrame) -> dict[str, Any]:
+    """`tokens_per_s`: emitted tokens / seconds of decoding, totals over totals, prefill apart; `baseline_tokens_per_s`:
+    the same of plain decoding in the same run. `speedup`: the ratio of the two over the prompts that have both, and
+    `speedup_interval` its bootstrap interval.
+    """
+    own = np.stack([_lengths(done, "output_ids"), _values(done, "decode_s")], axis=1)
+    baseline = np.stack([_lengths(done, "baseline_ids"), _values(done, "baseline_decode_s")], axis=1)
+    both = _complete(np.concatenate([own, baseline], axis=1))
+    return {
+        "speedup": _finite(_speed_ratio(both.sum(axis=0))),
+        "speedup_interval": _bootstrap(both, _speed_ratio),
+        "tokens_per_s": _finite(_pooled_ratio(_complete(own).sum(axis=0))),
+        "baseline_tokens_per_s": _finite(_pooled_ratio(_complete(baseline).sum(axis=0))),
+    }
+
+
+def _acceptance(steps: pd.DataFrame, key: list[str]) -> dict[str, Any]:
+    """`acceptance_length`: emitted tokens / steps, pooled, with `acceptance_length_interval` by bootstrap.
+    `acceptance_rate`: accepted / verified draft tokens. `no_win_rate`: share of steps with A = 0; with all `win_rate`s
+    it sums to 1. `num_trimmed` = accepted + steps - emitted: what the stop rules took of the target's own tokens.
+    """
+    num_steps, emitted, accepted = len(steps), _count(steps, "num_emitted"), _count(steps, "num_accepted")
+    verified = _count(steps, "num_nodes")
+    per_prompt = steps.groupby(key)["num_emitted"].agg(["sum", "size"]).to_numpy(float)
+    return {
+        "acceptance_length": _ratio(emitted, num_steps),
+        "acceptance_length_interval": _bootstrap(per_prompt, _pooled_ratio),
+        "acceptance_rate": _ratio(accepted, verified),
+        "no_win_rate": _ratio(_num_true(_values(steps, "num_accepted") == 0), num_steps),
+        "num_steps": num_steps,
+        "num_emitted": emitted,
+        "num_verified": verified,
+        "num_accepted": accepted,
+        "num_trimmed": accepted + num_steps - emitted,
+    }
+
+
+def _costs(steps: pd.DataFrame) -> dict[str, Any]:
+    """`draft_ms_per_step`, `verify_ms_per_step`, `host_ms_per_step`: means over steps. `host_fraction`: host time /
+    (draft + verify + host time). `wasted_nodes_per_token`: verified nodes that were not accepted / emitted tokens.
+    """
+    times = np.stack([_values(steps, name) for name in ("draft_ms", "verify_ms", "host_ms")], axis=1)
+    measured = _complete(times)
+    wasted = _sum(steps, "num_nodes") - _sum(steps, "num_accepted")
+    return {
+        "draft_ms_per_step": _mean(steps, "draft_ms"),
+        "verify_ms_per_step": _mean(steps, "verify_ms"),
+        "host_ms_per_step": _mean(steps, "host_ms"),
+        "host_fraction": _ratio(measured[:, 2].sum(), measured.sum()),
+        "wasted_nodes_per_token": _ratio(wasted, _sum(steps, "num_emitted")),
+    }
+
+
+def _by_category(done: pd.DataFrame, steps: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
+    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, group in done.groupby("category", sort=False):
+        own = _rows(steps, _is_of(steps, group, key))
+        speed = _speed(group)
+        table[str(name)] = {
+            "num_prompts": len(group),
+            "acceptance_length": _ratio(_sum(own, "num_emitted"), len(own)),
+            "speedup": speed["speedup"],
+            "tokens_per_s": speed["tokens_per_s"],
+        }
+    return table
+
+
+def _drafters(steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
+    """Name -> numbers of that member, in the members' own order."""
+    if steps.empty or drafts.empty:
+        return {}
+    joined = drafts.merge(steps[[*key, "step", "num_accepted"]], on=[*key, "step"], how="inner")
+    total = _sum(steps, "num_accepted")
+    return {str(name): _drafter(rows, len(steps), total) for name, rows in joined.groupby("drafter", sort=False)}
+
+
+def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[str, Any]:
+    """One member's numbers. `rows` are its steps; `num_steps` and `num_accepted` are those of all steps.
+
+    - `win_rate`, `sole_win_rate`: sum of `win`, `is_sole_win` / all steps. `token_share`: its share of all accepted
+      tokens. `marginal`: mean per step. See `credit`.
+    - `num_accepted`: sum of min(m_d, A). `acceptance_rate`: that / its verified nodes. `wasted_nodes`: the difference.
+    - `acceptance_by_depth`: see `_acceptance_by_depth`. `solo_acceptance_length`: 1 + mean m_d, what it would give
+      alone from the starts of these steps.
+    - `draft_ms_per_step`: mean drafting time. `tokens_per_draft_s`: sum of its token shares / its drafting seconds.
+      `silent_rate`: share of its steps in which it proposed nothing.
+    """
+    matched = _values(rows, "num_matched")
+    accepted = int(np.minimum(matched, _values(rows, "num_accepted")).sum())
+    verified = _count(rows, "num_verified")
+    share_and_ms = _complete(np.stack([_values(rows, "token_share"), _values(rows, "draft_ms")], axis=1))
+    tokens, draft_ms = share_and_ms.sum(axis=0)
+    return {
+        "win_rate": _ratio(_sum(rows, "win"), num_steps),
+        "sole_win_rate": _ratio(_sum(rows, "is_sole_win"), num_steps),
+        "token_share": _ratio(_sum(rows, "token_share"), num_accepted),
+        "marginal": _mean(rows, "marginal"),
+        "acceptance_rate": _ratio(accepted, verified),
+        "acceptance_by_depth": _acceptance_by_depth(matched, _values(rows, "num_tested")),
+        "solo_acceptance_length": _ratio(len(rows) + matched.sum(), len(rows)),
+        "draft_ms_per_step": _mean(rows, "draft_ms"),
+        "tokens_per_draft_s": _ratio(1000 * tokens, draft_ms),
+        "silent_rate": _ratio(_num_true(_values(rows, "num_drafted") == 0), len(rows)),
+        "num_drafted": _count(rows, "num_drafted"),
+        "num_verified": verified,
+        "num_accepted": accepted,
+        "wasted_nodes": verified - accepted,
+    }
+
+
+def _acceptance_by_depth(matched: np.ndarray, tested: np.ndarray) -> list[float | None]:
+    """Entry i - 1 is #{m >= i} / #{m >= i - 1 and depth i was tested}: the chance to match at depth i once there.
+
+    Steps whose proposal ended before depth i are censored, not failures. As long as the deepest test.
+    """
+    depths = range(1, int(tested.max(initial=0)) + 1)
+    return [_ratio(_num_true(matched >= i), _num_true((matched >= i - 1) & (tested >= i))) for i in depths]
+
+
+def _bootstrap(
+    columns: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    *,
+    level: float = 0.95,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Percentile interval of `statistic`, which takes the column totals `[num_resamples, k]` of resampled rows.
+
+    `columns` is `[num_prompts, k]`. None with fewer than two rows, or when no resample has a finite value.
+    """
+    num_prompts = len(columns)
+    if num_prompts < 2:
+        return None
+    ordered = columns[np.lexsort(columns.T)]  # a fixed order: the interval must not depend on the order of the prompts
+    draws = np.random.default_rng(seed).multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), num_resamples)
+    values = statistic(draws @ ordered)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _pooled_ratio(totals: np.ndarray) -> np.ndarray:
+    """Totals `[..., (numerator, denominator)]` -> their ratio; not finite where it has none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return totals[..., 0] / totals[..., 1]
+
+
+def _speed_ratio(totals: np.ndarray) -> np.ndarray:
+    """Totals `[..., (tokens, seconds, baseline tokens, baseline seconds)]` -> speedup; not finite where it has none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _pooled_ratio(totals[..., :2]) / _pooled_ratio(totals[..., 2:])
+
+
+def _rows(frame: pd.DataFrame, mask: np.ndarray) -> pd.DataFrame:
+    return frame.take(np.flatnonzero(mask))
+
+
+def _is_of(frame: pd.DataFrame, prompts: pd.DataFrame, key: list[str]) -> np.ndarray:
+    """Which rows of `frame` belong to one of `prompts`, bool `[num_rows]`."""
+    return frame.set_index(key).index.isin(prompts.set_index(key).index)
+
+
+def _values(frame: pd.DataFrame, column: str) -> np.ndarray:
+    """A column of numbers as floats; NaN where it is empty."""
+    return np.asarray(frame[column], dtype=float)
+
+
+def _lengths(frame: pd.DataFrame, column: str) -> np.ndarray:
+    """Lengths of a column of token lists; NaN where there is no list."""
+    return np.array([len(ids) if hasattr(ids, "__len__") else math.nan for ids in frame[column]], dtype=float)
+
+
+def _complete(columns: np.ndarray) -> np.ndarray:
+    """The rows without NaN."""
+    return columns[~np.isnan(columns).any(axis=1)]
+
+
+def _num_true(mask: np.ndarray) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _sum(frame: pd.DataFrame, column: str) -> float:
+    return float(np.nansum(_values(frame, column)))
+
+
+def _count(frame: pd.DataFrame, column: str) -> int:
+    return int(_sum(frame, column))
+
+
+def _mean(frame: pd.DataFrame, column: str) -> float | None:
+    return _ratio(_sum(frame, column), _num_true(~np.isnan(_values(frame, column))))
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return _finite(numerator / denominator) if denominator else None
+
+
+def _finite(value: float | np.ndarray) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,192 @@
+"""As a library: several drafters plugged into any model, in three lines.
+
+    spec = specens.attach(model, tokenizer, drafters=["ngram", small_model])
+    out = spec.generate(input_ids, max_new_tokens=64)
+    spec.stats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.drafter import Drafter
+from specens.decoding.generation import merge_options, prepare
+from specens.decoding.loop import Decoder
+from specens.decoding.target import LAYOUTS, Layout, Target, self_check
+from specens.decoding.types import StepRecord
+from specens.decoding.verify import Coupled, Verifier
+from specens.drafters.ensemble import Ensemble
+from specens.drafters.lm import LanguageModel
+from specens.errors import UserError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt's result: the emitted ids, why they end, a record per step, and the seconds of prefill and decoding."""
+
+    output_ids: tuple[int, ...]
+    finish_reason: str
+    steps: tuple[StepRecord, ...]
+    prefill_s: float
+    decode_s: float
+
+
+class Speculator:
+    """A target with its drafters, bound and checked. The command line and the library use this same object."""
+
+    def __init__(self, decoder: Decoder, *, seed: int = 0) -> None:
+        if decoder.layout not in LAYOUTS:
+            raise UserError(f"layout={decoder.layout}: choose one of {', '.join(LAYOUTS)}")
+        decoder.target.check_layout(decoder.layout)
+        if decoder.drafter.members:
+            self_check(decoder.target, decoder.layout)
+        decoder.drafter.bind(decoder.target)
+        self.decoder = decoder
+        self.seed = seed
+        self._done: list[Completion] = []
+
+    @property
+    def target(self) -> Target:
+        return self.decoder.target
+
+    def complete(
+        self,
+        prompt_ids: Sequence[int],
+        config: GenerationConfig,
+        *,
+        seed: int,
+        prompt_key: str,
+        on_step: Callable[[StepRecord], object] | None = None,
+    ) -> Completion:
+        """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted."""
+        sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key)
+        decoding = self.decoder.decode(prompt_ids, sampler, stop)
+        prefill_s = next(decoding)
+        steps: list[StepRecord] = []
+        for step in decoding:
+            assert isinstance(step, StepRecord)
+            steps.append(step)
+            if on_step is not None:
+                on_step(step)
+        output_ids = tuple(token for step in steps for token in step.token_ids)
+        decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
+        assert isinstance(prefill_s, float) and steps[-1].finish_reason is not None
+        return Completion(output_ids, steps[-1].finish_reason, tuple(steps), prefill_s, decode_s)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        inputs: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """`model.generate` with the same arguments and return shape, for one prompt `[1, seq]`: the ids `[1, seq + new]`, or
+        an output object with `return_dict_in_generate=True`. Options that cannot be honoured are refused by name.
+
+        Sampling is keyed by (seed, prompt, position): the same call gives the same text, another seed another one.
+        """
+        ids = input_ids if input_ids is not None else inputs
+        if ids is None or ids.dim() != 2 or ids.shape[0] != 1:
+            shape = None if ids is None else tuple(ids.shape)
+            raise UserError(f"input_ids must have shape [1, seq], got {shape}; decode the prompts of a batch one by one")
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise UserError("attention_mask hides tokens of the prompt; strip the padding instead")
+        config = merge_options(self.target, generation_config, **options)
+        prompt_ids = ids[0].tolist()
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        done = self.complete(
+            prompt_ids,
+            config,
+            seed=self.seed if seed is None else seed,
+            prompt_key=",".join(map(str, prompt_ids)),
+            on_step=None if streamer is None else lambda step: [streamer.put(torch.tensor([t])) for t in step.token_ids],
+        )
+        if streamer is not None:
+            streamer.end()
+        self._done.append(done)
+        sequences = torch.cat([ids, torch.tensor([done.output_ids], dtype=ids.dtype, device=ids.device)], dim=-1)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+    @property
+    def stats(self) -> pd.DataFrame:
+        """One row per drafter over all `generate` calls so far: win rate, acceptance, cost (specens.analysis.metrics)."""
+        from specens.analysis.metrics import drafter_table, summarise
+        from specens.records import PromptRecord, frames_of
+
+        rows = [
+            (
+                PromptRecord(
+                    prompt_id=str(number),
+                    output_ids=done.output_ids,
+                    finish_reason=done.finish_reason,
+                    num_steps=len(done.steps),
+                    decode_s=done.decode_s,
+                    prefill_s=done.prefill_s,
+                ),
+                done.steps,
+            )
+            for number, done in enumerate(self._done)
+        ]
+        return drafter_table(summarise(*frames_of(rows)))
+
+
+def attach(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    drafters: Any = "ngram",
+    *,
+    budget: Budget | None = None,
+    verifier: Verifier | None = None,
+    layout: Layout = "tree",
+    seed: int = 0,
+) -> Speculator:
+    """Plug drafters into `model`.
+
+    `drafters` is one drafter or several, as a sequence or as a mapping from names: each a Drafter, a causal language model
+    with the target's vocabulary, or the name of a file in conf/drafter, such as "ngram" or "quantized".
+    """
+    decoder = Decoder(
+        Target(model, tokenizer), _ensemble(drafters), budget or FixedBudget(), verifier or Coupled(), layout
+    )
+    return Speculator(decoder, seed=seed)
+
+
+def _ensemble(drafters: Any) -> Drafter:
+    if isinstance(drafters, str | PreTrainedModel) or not isinstance(drafters, Sequence | Mapping):
+        drafters = [drafters]
+    if isinstance(drafters, Mapping):
+        return Ensemble({name: _drafter(drafter, name) for name, drafter in drafters.items()})
+    members: dict[str, Drafter] = {}
+    for entry in drafters:
+        drafter = _drafter(entry, "lm")
+        name = entry if isinstance(entry, str) else drafter.members[0].name if drafter.members else "none"
+        if name in members:
+            raise UserError(f"two drafters are called {name!r}; pass a mapping with a name for each: drafters={{'a': ..., 'b': ...}}")
+        members[name] = drafter
+    return Ensemble(members)
+
+
+def _drafter(entry: Any, name: str) -> Drafter:
+    if isinstance(entry, str):
+        from specens.config import build, compose
+
+        return build(compose([f"drafter={entry}"]).drafter)
+    if isinstance(entry, PreTrainedModel):
+        return LanguageModel(entry, name=name)
+    if isinstance(entry, Drafter):
+        return entry
+    raise UserError(f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {entry!r}")

@@ -1,0 +1,84 @@
+"""Who drafts how much in a step. Pure and without torch: replay runs this very code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specens.decoding.types import Member, Plan
+from specens.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What a budget may look at: the members, the committed length, and how many more tokens the step may emit
+    (what is left of max_new_tokens and of the target's context, whichever is less; at least 1).
+    """
+
+    members: tuple[Member, ...]
+    context_tokens: int
+    tokens_wanted: int
+
+
+class Budget(Protocol):
+    """Plans every step before anybody drafts."""
+
+    def plan(self, context: PlanContext) -> Plan: ...
+
+
+def draft_limit(member: Member, context: PlanContext) -> int:
+    """How deep a member may draft: its own setting, one less than the tokens still wanted (the step's last token is the
+    target's own), and its own context, in which the committed tokens and its draft must fit.
+    """
+    depth = min(member.num_draft_tokens, context.tokens_wanted - 1)
+    if member.context_limit is not None:
+        depth = min(depth, member.context_limit - context.context_tokens)
+    return max(depth, 0)
+
+
+def _share(member: Member, depth: int) -> Plan:
+    """A member's plan: as deep as allowed, and silent at depth 0."""
+    return Plan(depth, member.num_draft_nodes if depth else 0)
+
+
+def _whole(shares: Sequence[Plan], max_nodes: int, *, first_only: bool) -> Plan:
+    """The plan of the whole drafter from its members' plans: a plain drafter's is its only member's."""
+    num_tokens = max((share.num_tokens for share in shares), default=0)
+    num_nodes = min(sum(share.num_nodes for share in shares), max_nodes)
+    return Plan(num_tokens, num_nodes, tuple(shares), first_only)
+
+
+def _check_max_nodes(max_nodes: int) -> None:
+    if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 0:
+        raise UserError(f"budget.max_nodes={max_nodes!r}: give a whole number of nodes, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBudget:
+    """Every member drafts its own full length in every step; the merged tree keeps at most `max_nodes` nodes."""
+
+    max_nodes: int = 64
+
+    def __post_init__(self) -> None:
+        _check_max_nodes(self.max_nodes)
+
+    def plan(self, context: PlanContext) -> Plan:
+        shares = [_share(member, draft_limit(member, context)) for member in context.members]
+        return _whole(shares, self.max_nodes, first_only=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityBudget:
+    """The first member, in the ensemble's order, that has something to say drafts alone: what serving engines do when
+    several drafters are configured. The members after it are not asked and count as silent.
+    """
+
+    max_nodes: int = 64
+
+    def __post_init__(self) -> None:
+        _check_max_nodes(self.max_nodes)
+
+    def plan(self, context: PlanContext) -> Plan:
+        shares = [_share(member, draft_limit(member, context)) for member in context.members]
+        return _whole(shares, self.max_nodes, first_only=True)

@@ -1,0 +1,179 @@
+"""transformers' own generation options -> a Sampler and StopRules for one prompt.
+
+Options are read, merged and turned into logits processors and stop tests by transformers itself, so that they mean here what
+they mean in `model.generate`. What cannot run on a token tree is refused by name. (The methods used are private to
+transformers, one reason why its version is pinned.)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from specens.decoding.sampling import KeyedNoise, Sampler
+from specens.decoding.stopping import StopRules, StopTest
+from specens.decoding.target import Target
+from specens.errors import UserError
+
+HONOURED = frozenset(
+    "max_length max_new_tokens min_length min_new_tokens stop_strings do_sample temperature top_k top_p min_p top_h typical_p "
+    "epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "sequence_bias pad_token_id bos_token_id eos_token_id return_dict_in_generate".split()
+)
+"""Options of GenerationConfig that mean the same here; any other one that is set to more than its default is refused."""
+
+WITHOUT_EFFECT = frozenset(
+    "transformers_version _from_model_config decoder_start_token_id early_stopping length_penalty max_cache_len "
+    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind is_assistant compile_config disable_compile diversity_penalty num_beam_groups".split()
+)
+"""Options that cannot change the output of plain decoding with one beam."""
+
+
+def merge_options(target: Target, given: GenerationConfig | None, **options: Any) -> GenerationConfig:
+    """The model's own generation config, overridden by `given` and `options`, or a UserError that names what cannot be
+    honoured. `max_length` stays None unless somebody set it.
+    """
+    model: Any = target.model
+    explicit = [options.get("max_length"), given and given.max_length, model.generation_config.max_length]
+    try:
+        config, unknown = model._prepare_generation_config(given, **options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"generation options: {error}") from error
+    if unknown:
+        raise UserError(f"unknown generation option {sorted(unknown)[0]!r}; see transformers.GenerationConfig")
+    config.max_length = next((length for length in explicit if length is not None), None)
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, value in config.to_dict().items():
+        if name in HONOURED or name in WITHOUT_EFFECT or value is None or value == defaults.get(name) or value is False:
+            continue
+        raise UserError(f"generation option {name}={value!r} cannot be honoured in speculative decoding; leave it out")
+    _check_temperature(config.temperature)
+    if config.do_sample and config.temperature == 0:
+        config.do_sample = False  # the limit of sampling at low temperatures, and what people mean by it
+    return config
+
+
+def _check_temperature(temperature: float | None) -> None:
+    if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+        raise UserError(f"temperature={temperature}: give a number of 0 (greedy) or more")
+
+
+def prepare(
+    target: Target, config: GenerationConfig, prompt_ids: Sequence[int], *, seed: int, prompt_key: str
+) -> tuple[Sampler, StopRules]:
+    """The sampler and the stop rules of one prompt. The noise is keyed by (seed, prompt_key), not by what ran before."""
+    model: Any = target.model
+    config = copy.deepcopy(config)
+    num_prompt = len(prompt_ids)
+    if config.max_new_tokens is not None:
+        config.max_length = num_prompt + config.max_new_tokens
+    elif config.max_length is None:
+        config.max_length = num_prompt + GenerationConfig._get_default_generation_params()["max_length"]
+    if config.max_length <= num_prompt:
+        raise UserError(f"nothing to generate: the prompt has {num_prompt} tokens and max_length is {config.max_length}")
+    target.check_prompt(prompt_ids, config.max_length)
+    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
+    try:
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=num_prompt,
+            logits_processor=LogitsProcessorList(),
+            device=target.device,
+        )
+    except ValueError as error:
+        raise UserError(f"generation options: {error}") from error
+    stop = StopRules(config.max_length, eos_ids(config), target.context_limit, stop_test(config, target.tokenizer))
+    return Sampler(processors, KeyedNoise(seed, prompt_key) if config.do_sample else None), stop
+
+
+def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
+    """All ids that end a text: the generation config's list, the one source of truth (a drafter's never ends anything)."""
+    ids = config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def stop_test(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> StopTest | None:
+    """transformers' own test for stop strings, also those split over tokens, on the end of the ids only."""
+    if not config.stop_strings:
+        return None
+    if tokenizer is None:
+        raise UserError("stop strings need the target's tokenizer: specens.attach(model, tokenizer, ...)")
+    criteria = StopStringCriteria(stop_strings=config.stop_strings, tokenizer=tokenizer)
+
+    def test(ids: Sequence[int]) -> bool:
+        tail = torch.tensor([list(ids[-criteria.maximum_token_len :])])
+        return bool(criteria(tail, None))  # pyright: ignore[reportArgumentType]
+
+    return test
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The `sampling.*` words of the command line. Temperature 0 is greedy; `eos_token_ids` None takes the model's own."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    bad_words: list[str] = field(default_factory=list)
+    eos_token_ids: list[int] | None = None
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size"):
+            value, least = getattr(self, name), int(name == "max_new_tokens")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"sampling.{name}={value!r}: give a whole number, {least} or more")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"sampling.{name}={getattr(self, name)}: give a number from 0 to 1")
+        if not self.repetition_penalty > 0:
+            raise UserError(f"sampling.repetition_penalty={self.repetition_penalty}: give a number above 0")
+        if any(not text for text in (*self.stop, *self.bad_words)):
+            raise UserError("sampling.stop and sampling.bad_words must not hold empty strings")
+        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != type(self).__dict__[name]]
+        if self.temperature == 0 and unused:
+            warnings.warn(f"sampling.{unused[0]} has no effect at temperature 0 (greedy)", stacklevel=2)
+
+    def generation_config(self, target: Target) -> GenerationConfig:
+        """The same as transformers' options, merged with the model's own defaults."""
+        sampled = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p or None}
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "min_new_tokens": self.min_new_tokens or None,
+            "do_sample": self.temperature > 0,
+            "repetition_penalty": self.repetition_penalty,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "bad_words_ids": self._bad_words_ids(target.tokenizer),
+            "stop_strings": list(self.stop) or None,
+            **(sampled if self.temperature > 0 else {}),
+        }
+        if self.eos_token_ids is not None:
+            options["eos_token_id"] = list(self.eos_token_ids)
+        return merge_options(target, None, **options)
+
+    def _bad_words_ids(self, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]] | None:
+        """Each word at the start of a text and after a space: most vocabularies have other tokens for the two."""
+        if not self.bad_words:
+            return None
+        assert tokenizer is not None
+        texts = [text for word in self.bad_words for text in (word, f" {word}")]
+        return [ids for ids in (tokenizer.encode(text, add_special_tokens=False) for text in texts) if ids]

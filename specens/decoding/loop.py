@@ -1,0 +1,96 @@
+"""THE loop: plan -> propose -> merge -> score -> verify -> commit -> observe. One step is exactly one target forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from specens.decoding.budget import Budget, PlanContext
+from specens.decoding.drafter import Drafter
+from specens.decoding.merge import merge
+from specens.decoding.sampling import Sampler
+from specens.decoding.stopping import StopRules
+from specens.decoding.target import Layout, Target
+from specens.decoding.timing import Stopwatch
+from specens.decoding.types import ROOT, Commit, Draft, MemberRecord, StepRecord, TokenTree, walk
+from specens.decoding.verify import Verifier
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A target, its drafter and the rules between them. Holds nothing of a prompt, so prompts cannot leak into each other."""
+
+    target: Target
+    drafter: Drafter
+    budget: Budget
+    verifier: Verifier
+    layout: Layout = "tree"
+
+    def decode(self, prompt_ids: Sequence[int], sampler: Sampler, stop: StopRules) -> Iterator[StepRecord | float]:
+        """Yield the prefill's seconds once, then one record per step until a stop rule ends the text."""
+        watch = Stopwatch(self.target.device)
+        ids = list(prompt_ids)
+        cache = self.target.prefill(ids)
+        self.drafter.start(ids)
+        yield watch.read()["step"]
+
+        step, reason = 0, None
+        while reason is None:
+            watch.restart()
+            plan = self.budget.plan(PlanContext(self.drafter.members, len(ids), stop.tokens_wanted(len(ids))))
+            with watch.span("draft"):
+                draft = self.drafter.propose(ids, plan, sampler) if plan.num_tokens else Draft()
+            tree = merge(draft, plan, stop.eos_ids)
+            with watch.span("verify"):
+                logits = self.target.score(cache, ids[-1], tree, self.layout)
+            verdict = self.verifier(tree, sampler.pick_over(ids, tree, logits))
+            commit = stop.trim(ids, tree, verdict)
+            cache.accept(commit.path)
+            self.drafter.observe(commit)
+            yield self._record(step, len(ids), draft, tree, commit, watch.read())
+            ids += commit.token_ids
+            step, reason = step + 1, commit.finish_reason
+
+    def _record(
+        self, step: int, context: int, draft: Draft, tree: TokenTree, commit: Commit, seconds: dict[str, float]
+    ) -> StepRecord:
+        draft_s, verify_s = seconds["draft"], seconds["verify"]
+        on_path = [*(tree.owners[node] for node in commit.path), 0]
+        members = self.drafter.members
+        member_s = draft.seconds or [draft_s / max(len(members), 1)] * len(members)
+        return StepRecord(
+            step=step,
+            context_tokens=context,
+            num_nodes=len(tree),
+            num_accepted=commit.num_accepted,
+            token_ids=commit.token_ids,
+            token_owners=tuple(on_path[: len(commit.token_ids)]),
+            draft_ms=1e3 * draft_s,
+            verify_ms=1e3 * verify_s,
+            host_ms=1e3 * (seconds["step"] - draft_s - verify_s),
+            layout=self.layout,
+            finish_reason=commit.finish_reason,
+            members=tuple(
+                credit(member.name, index, draft, tree, commit, 1e3 * member_s[index])
+                for index, member in enumerate(members)
+            ),
+        )
+
+
+def credit(name: str, index: int, draft: Draft, tree: TokenTree, commit: Commit, draft_ms: float) -> MemberRecord:
+    """Score a member's whole proposal, pruned nodes included, against the emitted tokens."""
+    own = [node for node in range(len(draft)) if draft.owner(node) == index]
+    children: dict[int, dict[int, int]] = {}
+    for node in own:
+        children.setdefault(draft.parents[node], {})[draft.token_ids[node]] = node
+    matched = list(walk(children, commit.token_ids))
+    last = matched[-1] if matched else ROOT
+    missed = len(matched) < len(commit.token_ids) and bool(children.get(last))
+    return MemberRecord(
+        drafter=name,
+        num_drafted=len(own),
+        num_verified=sum(owners >> index & 1 for owners in tree.owners),
+        num_matched=len(matched),
+        num_tested=len(matched) + missed,
+        draft_ms=draft_ms,
+    )

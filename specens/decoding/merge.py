@@ -1,0 +1,50 @@
+"""Drafts -> TokenTree under a node budget. Pure: no torch, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from specens.decoding.types import ROOT, Draft, Plan, TokenTree, depths_of
+
+
+def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
+    """Merge a draft (an ensemble's: all members' forests in a row) into one tree within the plan's depth and node budget.
+
+    Equal siblings become one node with several owners. Nodes below an end-of-sequence token are dropped, as nothing can be
+    accepted there, and so are nodes deeper than planned, which could reach over the end of the context. When the budget is short, shallow nodes stay first, then nodes with more owners, then earlier ones;
+    a parent is never deeper nor owned by fewer than its child, so what stays is always a tree.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    owners: list[int] = []
+    merged: dict[tuple[int, int], int] = {}
+    depths = depths_of(draft.parents)
+    place: list[int | None] = []  # draft node -> tree node, None for a dropped one
+    for index, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
+        above = ROOT if parent == ROOT else place[parent]
+        if above is None or depths[index] > plan.num_tokens or (above != ROOT and token_ids[above] in eos_ids):
+            place.append(None)
+            continue
+        node = merged.get((above, token))
+        if node is None:
+            node = merged[(above, token)] = len(token_ids)
+            token_ids.append(token)
+            parents.append(above)
+            owners.append(0)
+        owners[node] |= 1 << draft.owner(index)
+        place.append(node)
+    tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners))
+    return tree if len(tree) <= plan.num_nodes else _cut(tree, plan.num_nodes)
+
+
+def _cut(tree: TokenTree, num_nodes: int) -> TokenTree:
+    """The `num_nodes` best-ranked nodes of `tree`, in their old order."""
+    rank = sorted(range(len(tree)), key=lambda node: (tree.depths[node], -tree.owners[node].bit_count(), node))
+    kept = sorted(rank[:num_nodes])
+    new_index = {node: index for index, node in enumerate(kept)}
+    return TokenTree(
+        token_ids=tuple(tree.token_ids[node] for node in kept),
+        parents=tuple(new_index.get(tree.parents[node], ROOT) for node in kept),
+        depths=tuple(tree.depths[node] for node in kept),
+        owners=tuple(tree.owners[node] for node in kept),
+    )

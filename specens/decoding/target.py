@@ -1,0 +1,204 @@
+"""The model whose output is preserved: one forward over a token tree, in either layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
+from specens.decoding.types import TokenTree, chain_parents
+from specens.errors import UserError
+
+Layout = Literal["tree", "rows"]
+"""`tree`: one row, 4D mask. `rows`: one batch row per root-to-leaf path, ordinary causal attention."""
+
+LAYOUTS: tuple[Layout, ...] = ("tree", "rows")
+
+
+class Target:
+    """A causal language model, ready to score trees. Never modified.
+
+    `origin` says how the model was loaded (whatever the loader left there), so that a drafter can be built from it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, origin: Any = None
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.origin = origin
+        self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+        refuse_unsupported(model)
+        self._windows = attention_windows(model.config)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._rope = RopeBoundary.of(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input ids go."""
+        return self.model.get_input_embeddings().weight.device  # pyright: ignore[reportReturnType]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def context_limit(self) -> int | None:
+        """The most tokens of prompt and output together, None when the model sets no limit."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that this model cannot run, by name and with the reason."""
+        attention = getattr(self.model.config, "_attn_implementation", "") or ""
+        if layout == "tree" and not self._takes_positions:
+            raise UserError(f"{self.name}: layout=tree needs a model that takes position_ids; use layout=rows")
+        if layout == "tree" and "flash" in attention:
+            raise UserError(f"{self.name}: {attention} takes no tree mask; use layout=rows or attention=sdpa")
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_length: int) -> None:
+        """Refuse a prompt that is empty, too long, has ids beyond the vocabulary, or whose text would cross a length at which
+        the model's positions change.
+        """
+        num_prompt = len(prompt_ids)
+        if num_prompt < 1:
+            raise UserError("the prompt is empty: give at least one token")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
+            raise UserError(f"prompt ids must lie in 0..{self.vocab_size - 1}, got {min(prompt_ids)}..{max(prompt_ids)}")
+        if self.context_limit is not None and num_prompt >= self.context_limit:
+            raise UserError(f"the prompt has {num_prompt} tokens, and the context of {self.name} is {self.context_limit}")
+        if self._rope is not None:
+            self._rope.check(self.name, num_prompt, max_length)
+
+    @torch.inference_mode()
+    def prefill(self, prompt_ids: Sequence[int]) -> KVCache:
+        """The cache of all prompt tokens but the last. Emits nothing."""
+        cache = KVCache()
+        if len(prompt_ids) > 1:
+            self._forward(cache, [list(prompt_ids[:-1])], [list(range(len(prompt_ids) - 1))], last_only=True)
+        return cache
+
+    @torch.inference_mode()
+    def score(self, cache: KVCache, last_token: int, tree: TokenTree, layout: Layout) -> torch.Tensor:
+        """Logits `[num_nodes + 1, vocab]`: row 0 follows the committed text, row i + 1 follows node i.
+
+        One forward over [last committed token, nodes]. The cache then holds all of them, until it `accept`s a path.
+        """
+        if len(tree) == 0:
+            cache.open_tree()
+            return self._forward(cache, [[last_token]], [[cache.length]])[0]
+        return self._score_tree(cache, last_token, tree) if layout == "tree" else self._score_rows(cache, last_token, tree)
+
+    def _score_tree(self, cache: KVCache, last_token: int, tree: TokenTree) -> torch.Tensor:
+        base = cache.length
+        cache.open_tree()
+        masks = tree_masks(tree, base, self._windows, self.dtype, self.device)
+        positions = [base, *(base + depth for depth in tree.depths)]
+        return self._forward(cache, [[last_token, *tree.token_ids]], [positions], masks)[0]
+
+    def _score_rows(self, cache: KVCache, last_token: int, tree: TokenTree) -> torch.Tensor:
+        base = cache.length
+        rows = [tree.path_to(leaf) for leaf in tree.leaves()]
+        width = max(len(row) for row in rows)
+        cache.open_rows(rows)
+        # Padding stands behind a row's own tokens, where causal attention keeps it out of sight.
+        ids = [[last_token, *(tree.token_ids[n] for n in row), *[last_token] * (width - len(row))] for row in rows]
+        logits = self._forward(cache, ids, [list(range(base, base + 1 + width))] * len(rows))
+        places = {node: (r, i + 1) for r, row in reversed(list(enumerate(rows))) for i, node in enumerate(row)}
+        at_row, at_column = zip((0, 0), *(places[node] for node in range(len(tree))), strict=True)
+        return logits[list(at_row), list(at_column)]  # a shared prefix is read once, from its first row
+
+    def _forward(
+        self,
+        cache: KVCache,
+        ids: list[list[int]],
+        positions: list[list[int]],
+        masks: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Logits `[rows, width, vocab]` of one model call that appends to the cache."""
+        inputs: dict[str, Any] = {"input_ids": torch.tensor(ids, device=self.device), "attention_mask": masks}
+        if self._takes_positions:
+            inputs["position_ids"] = torch.tensor(positions, device=self.device)
+        if last_only and self._takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1
+        return self.model(**inputs, cache=cache.states, use_cache=True).logits
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Refuse by name the models whose state cannot be cut back after a rejected draft."""
+    name = f"{getattr(model.config, 'name_or_path', '') or 'model'} ({model.config.model_type})"
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{name}: encoder-decoder models are not supported; use a decoder-only causal language model")
+    others = sorted(set(attention_windows(model.config)) - ATTENTION_KINDS)
+    if getattr(model, "_is_stateful", False) or others:
+        what = f"layers of kind {', '.join(others)}" if others else "a recurrent state"
+        raise UserError(f"{name}: has {what}, which cannot be rolled back after a rejected draft; use an attention-only model")
+
+
+@dataclass(frozen=True)
+class RopeBoundary:
+    """A context length at which a model's rotary positions change for all tokens at once, so that a verified tree that
+    reaches over it would score its nodes before it differently from plain decoding.
+    """
+
+    kind: str
+    length: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> RopeBoundary | None:
+        config = model.config.get_text_config(decoder=True)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+            if entry.get("rope_type") in ("dynamic", "longrope"):
+                length = entry.get("original_max_position_embeddings") or config.max_position_embeddings
+                return cls(entry["rope_type"], int(length))
+        return None
+
+    def check(self, name: str, num_prompt: int, max_length: int) -> None:
+        """Dynamic NTK scaling changes at every length past the boundary, longrope once."""
+        if max_length > self.length and (self.kind == "dynamic" or num_prompt <= self.length):
+            raise UserError(
+                f"{name}: prompt and output reach {max_length} tokens, over the {self.length} at which {self.kind} rotary "
+                "positions change; shorten the prompt or sampling.max_new_tokens"
+            )
+
+
+def self_check(target: Target, layout: Layout) -> None:
+    """Refuse a model whose tree scores are not what it computes for each branch alone: an attention backend that ignores
+    the mask, positions taken from slots, a cache that does not roll back. Costs five short forwards.
+    """
+    prefix = [1 + i % (target.vocab_size - 1) for i in range(5)]
+    tree = TokenTree((1, 2, 3, 2), (-1, 0, 0, -1), (1, 2, 2, 1), (1, 1, 1, 1))
+    cache = target.prefill(prefix)
+    target.score(cache, prefix[-1], tree, layout)
+    cache.accept((0, 2))
+    scored = target.score(cache, 2, tree, layout)
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not _is_quantized(target.model) else 0.1
+    for node, branch in ((1, (1, 2)), (3, (2,))):
+        alone = [*prefix, 1, 3, 2, *branch]
+        chain = TokenTree(tuple(alone[1:]), chain_parents(len(alone) - 1), tuple(range(1, len(alone))), (1,) * (len(alone) - 1))
+        expected = target.score(KVCache(), alone[0], chain, "rows")[-1]
+        error = (scored[node + 1] - expected).abs().mean() / expected.std().clamp_min(1e-6)
+        if not error <= tolerance:
+            raise UserError(
+                f"{target.name}: verifying with layout={layout} does not reproduce the model's own scores (relative error "
+                f"{float(error):.2g}), so the output would not be its own; try the other layout or attention=eager"
+            )
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "is_quantized", False))

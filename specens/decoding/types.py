@@ -1,0 +1,199 @@
+"""The nouns of a decoding step, as frozen dataclasses. No torch here: replay and analysis speak the same words.
+
+A *draft* is a forest written flat: `token_ids[i]` hangs on node `parents[i]`, and `parents[i] == -1` hangs on the last
+committed token. Parents stand before their children, so a chain is the forest with parents -1, 0, 1, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+ROOT = -1
+"""The parent of a node that hangs on the last committed token."""
+
+
+def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Depth of every node: 1 for a child of the last committed token, parent's depth + 1 below it."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return tuple(depths)
+
+
+def chain_parents(length: int) -> tuple[int, ...]:
+    """Parents of a chain: -1, 0, 1, ..."""
+    return tuple(range(ROOT, length - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What the budget must know of a drafter: its name and the most it can propose in a step.
+
+    `num_draft_tokens` is the greatest depth, `num_draft_nodes` the most nodes of a proposal (equal to the depth for a
+    chain), `context_limit` the drafter's own context in tokens (None: no limit).
+    """
+
+    name: str
+    num_draft_tokens: int
+    num_draft_nodes: int
+    context_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to draft in a step. Depth 0 means: stay silent.
+
+    A plan mirrors the drafter it is for: `members[i]` is the plan of an ensemble's i-th member. With `first_only`, members
+    are asked in order and the first that has something to say drafts alone.
+    """
+
+    num_tokens: int
+    num_nodes: int
+    members: tuple[Plan, ...] = ()
+    first_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One proposal: a flat forest of tokens. Silence is the empty Draft, never a placeholder token.
+
+    An ensemble's draft is the concatenation of its members' forests: `owners[i]` is the index of the member that proposed
+    node i (empty: all by member 0) and `seconds[d]` the time member d took (empty: not measured).
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.parents):
+            raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.parents)} parents")
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"a draft's parents must stand before their children, got {self.parents}")
+
+    @classmethod
+    def chain(cls, token_ids: tuple[int, ...] | list[int]) -> Draft:
+        """A draft without branches: every token hangs on the one before."""
+        return cls(tuple(token_ids), chain_parents(len(token_ids)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def owner(self, node: int) -> int:
+        return self.owners[node] if self.owners else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """All drafts merged: no two siblings carry the same token. `owners[i]` is a bit mask of the members that proposed the
+    exact path from the last committed token to node i. Parents stand before their children.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def children(self) -> dict[int, dict[int, int]]:
+        """parent -> token id -> node."""
+        table: dict[int, dict[int, int]] = {}
+        for node, (token, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            table.setdefault(parent, {})[token] = node
+        return table
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Nodes from depth 1 down to `node`; empty for the root."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes without children, in order."""
+        inner = set(self.parents)
+        return tuple(node for node in range(len(self)) if node not in inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided: the accepted node path from the root, and the target's own next token after it."""
+
+    path: tuple[int, ...]
+    target_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step really emits, after the stop rules: the accepted nodes kept, and the tokens.
+
+    `token_ids` are the tokens of `path`, then the target's own token unless a stop rule ended the text inside the accepted
+    run; so `len(token_ids)` is `num_accepted + 1`, or `num_accepted` when the target's token was trimmed.
+    """
+
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """One member in one step. All counts are after the stop rules.
+
+    `num_drafted` nodes it proposed, `num_verified` those that were in the verified tree, `num_matched` the length of agreement
+    of its own proposal with the emitted tokens (pruned nodes count), `num_tested` the number of depths at which it had a
+    proposal on the matching branch and the emitted token is known (`num_matched` or one more). `draft_ms` its drafting time.
+    """
+
+    drafter: str
+    num_drafted: int
+    num_verified: int
+    num_matched: int
+    num_tested: int
+    draft_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: exactly one target forward. `context_tokens` is the committed length before the step.
+
+    `token_owners[i]` is the bit mask of members that proposed emitted token i on the committed path (0: the target's own).
+    Times are milliseconds: `draft_ms` all drafting, `verify_ms` the target's forward, `host_ms` the rest of the step.
+    """
+
+    step: int
+    context_tokens: int
+    num_nodes: int
+    num_accepted: int
+    token_ids: tuple[int, ...]
+    token_owners: tuple[int, ...]
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    layout: str
+    finish_reason: str | None = None
+    members: tuple[MemberRecord, ...] = field(default=())
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids)
+
+
+def walk(tree_children: dict[int, dict[int, int]], token_ids: tuple[int, ...]) -> Iterator[int]:
+    """Nodes on the path that spells `token_ids`, as far as the tree goes."""
+    node = ROOT
+    for token in token_ids:
+        child = tree_children.get(node, {}).get(token)
+        if child is None:
+            return
+        node = child
+        yield node

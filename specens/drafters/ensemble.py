@@ -1,0 +1,76 @@
+"""Several drafters as one: a drafter made of named drafters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specens.decoding.drafter import Drafter, describe
+from specens.decoding.sampling import Sampler
+from specens.decoding.target import Target
+from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
+from specens.errors import UserError
+
+
+class Ensemble:
+    """Named members that all draft in every step. Their forests stand one after another in one Draft, each node with its
+    owner; merging them is not the ensemble's business. An ensemble inside an ensemble shows its members as `outer/inner`.
+    """
+
+    def __init__(self, members: Mapping[str, Drafter]) -> None:
+        for name, member in members.items():
+            if not name or "/" in name or not isinstance(member, Drafter):
+                raise UserError(f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}")
+        self._drafters = dict(members)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(
+            replace(inner, name=name if not isinstance(drafter, Ensemble) else f"{name}/{inner.name}")
+            for name, drafter in self._drafters.items()
+            for inner in drafter.members
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {name: describe(drafter) for name, drafter in self._drafters.items()}
+
+    def bind(self, target: Target) -> None:
+        for drafter in self._drafters.values():
+            drafter.bind(target)
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        for drafter in self._drafters.values():
+            drafter.start(prompt_ids)
+
+    def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        token_ids: list[int] = []
+        parents: list[int] = []
+        owners: list[int] = []
+        seconds: list[float] = []
+        shares = iter(plan.members or [plan] * len(self.members))
+        for drafter in self._drafters.values():
+            share = _plan_of([next(shares) for _ in drafter.members], plan)
+            silent = share.num_tokens == 0 or (plan.first_only and bool(token_ids))
+            begin = time.perf_counter()
+            draft = Draft() if silent else drafter.propose(context_ids, share, sampler)
+            elapsed = time.perf_counter() - begin
+            offset, first_owner = len(token_ids), len(seconds)
+            token_ids += draft.token_ids
+            parents += [parent if parent == ROOT else parent + offset for parent in draft.parents]
+            owners += [first_owner + draft.owner(node) for node in range(len(draft))]
+            seconds += draft.seconds or [elapsed] + [0.0] * (len(drafter.members) - 1)
+        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds))
+
+    def observe(self, commit: Commit) -> None:
+        for drafter in self._drafters.values():
+            drafter.observe(commit)
+
+
+def _plan_of(shares: list[Plan], plan: Plan) -> Plan:
+    """The plan of one member: its own share, or the shares of an inner ensemble under one roof."""
+    if len(shares) == 1:
+        return shares[0]
+    depth = max((share.num_tokens for share in shares), default=0)
+    return Plan(depth, plan.num_nodes, tuple(shares), plan.first_only)

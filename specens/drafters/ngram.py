@@ -1,0 +1,102 @@
+"""n-gram lookup: what followed the last time the text looked like this? Searches the prompt and the generated text.
+
+The idea is prompt lookup decoding (Saxena 2023) with an index that grows by one token at a time, so that a proposal costs
+the same at any context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from specens.decoding.sampling import Sampler
+from specens.decoding.target import Target
+from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
+from specens.errors import UserError
+
+
+MAX_MATCHES = 64
+"""Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
+
+
+class NGram:
+    """Longest match first, then the newest; up to `num_continuations` different continuations, hung together as a tree.
+
+    Suffixes of `max_ngram` down to `min_ngram` tokens are looked up. A continuation that reaches the end of the text goes on
+    with itself, so a text with period p is continued with period p.
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: int = 10,
+        num_continuations: int = 1,
+        num_draft_nodes: int | None = None,
+        max_ngram: int = 4,
+        min_ngram: int = 1,
+    ) -> None:
+        for name, value in (("num_draft_tokens", num_draft_tokens), ("num_continuations", num_continuations)):
+            if value < 1:
+                raise UserError(f"ngram: {name}={value}, must be 1 or more")
+        if num_draft_nodes is not None and num_draft_nodes < 1:
+            raise UserError(f"ngram: num_draft_nodes={num_draft_nodes}, must be 1 or more")
+        if not 1 <= min_ngram <= max_ngram:
+            raise UserError(f"ngram: min_ngram={min_ngram}, max_ngram={max_ngram}; need 1 <= min_ngram <= max_ngram")
+        self._num_continuations = num_continuations
+        self._lengths = range(max_ngram, min_ngram - 1, -1)
+        self.members = (Member("ngram", num_draft_tokens, num_draft_nodes or num_draft_tokens * num_continuations),)
+        self.start(())
+
+    def bind(self, target: Target) -> None: ...
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        self._ids: list[int] = []
+        # n-gram -> where it ended, oldest first. An n-gram is indexed once a token follows it: it then has a continuation.
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._append(prompt_ids)
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            end = len(self._ids)
+            for length in self._lengths:
+                if length <= end:
+                    self._ends.setdefault(tuple(self._ids[end - length :]), []).append(end)
+            self._ids.append(token)
+
+    def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        token_ids: list[int] = []
+        parents: list[int] = []
+        children: dict[tuple[int, int], int] = {}
+        num_continuations = 0
+        for begin in islice(self._matches(), MAX_MATCHES):
+            if num_continuations == self._num_continuations or len(token_ids) >= plan.num_nodes:
+                break
+            before, node = len(token_ids), ROOT
+            for token in self._continuation(begin, plan.num_tokens):
+                child = children.get((node, token))
+                if child is None:
+                    if len(token_ids) >= plan.num_nodes:
+                        break
+                    child = children[(node, token)] = len(token_ids)
+                    token_ids.append(token)
+                    parents.append(node)
+                node = child
+            num_continuations += len(token_ids) > before
+        return Draft(tuple(token_ids), tuple(parents))
+
+    def _matches(self) -> Iterator[int]:
+        """Positions of the tokens that followed an earlier copy of the text's end."""
+        seen: set[int] = set()
+        for length in self._lengths:
+            if length > len(self._ids):
+                continue
+            for begin in reversed(self._ends.get(tuple(self._ids[-length:]), ())):
+                if begin not in seen:
+                    seen.add(begin)
+                    yield begin
+
+    def _continuation(self, begin: int, length: int) -> Iterator[int]:
+        period = len(self._ids) - begin
+        return (self._ids[begin + i % period] for i in range(length))
+
+    def observe(self, commit: Commit) -> None:
+        self._append(commit.token_ids)

@@ -1,0 +1,118 @@
+"""Drafters with a known answer: an oracle, one that is always wrong, one that always says the same, one that replays.
+
+They bound what drafting can win or lose, and they are what the laws are tested with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+
+from specens.decoding.cache import KVCache
+from specens.decoding.sampling import Sampler
+from specens.decoding.target import Target
+from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree, chain_parents
+from specens.errors import UserError
+
+
+def _member(name: str, num_draft_tokens: int) -> tuple[Member, ...]:
+    if num_draft_tokens < 1:
+        raise UserError(f"{name}: num_draft_tokens={num_draft_tokens}, must be 1 or more")
+    return (Member(name, num_draft_tokens, num_draft_tokens),)
+
+
+class Oracle:
+    """Proposes what the target is about to say, by asking the target itself. Costs a target forward per token: it shows
+    how many steps a perfect prophet would save, not how much time. `wrong=True` shifts every token, so that all are wrong.
+    """
+
+    def __init__(self, num_draft_tokens: int = 4, wrong: bool = False) -> None:
+        self.members = _member("wrong" if wrong else "oracle", num_draft_tokens)
+        self._wrong = wrong
+
+    def bind(self, target: Target) -> None:
+        self._target = target
+
+    def start(self, prompt_ids: Sequence[int]) -> None: ...
+
+    def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        ids = list(context_ids)
+        cache = self._target.prefill(ids)
+        for _ in range(plan.num_tokens):
+            ids.append(sampler.pick(ids, self._next_logits(cache, ids[-1])))
+        drafted = ids[len(context_ids) :]
+        if self._wrong:
+            drafted = [(token + 1) % self._target.vocab_size for token in drafted]
+        return Draft.chain(drafted)
+
+    def _next_logits(self, cache: KVCache, last_token: int) -> torch.Tensor:
+        logits = self._target.score(cache, last_token, TokenTree(), "tree")[0]
+        cache.accept(())
+        return logits
+
+    def observe(self, commit: Commit) -> None: ...
+
+
+class Fixed:
+    """Proposes the same tokens in every step; with `parents`, the same tree."""
+
+    def __init__(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        shape = chain_parents(len(token_ids)) if parents is None else tuple(parents)
+        self._draft = Draft(tuple(token_ids), shape)
+        self.members = _member("fixed", len(self._draft))
+
+    def bind(self, target: Target) -> None:
+        if any(not 0 <= token < target.vocab_size for token in self._draft.token_ids):
+            raise UserError(f"fixed: token_ids must lie in 0..{target.vocab_size - 1}, got {self._draft.token_ids}")
+
+    def start(self, prompt_ids: Sequence[int]) -> None: ...
+
+    def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        return self._draft if plan.num_tokens else Draft()
+
+    def observe(self, commit: Commit) -> None: ...
+
+
+def _outputs_of(folder: Path) -> dict[tuple[int, ...], list[int]]:
+    """prompt ids -> output ids of a run folder."""
+    path = folder / "prompts.parquet"
+    try:
+        rows = pq.read_table(path, columns=["prompt_ids", "output_ids"]).to_pylist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"replayed: cannot read {path} ({str(error).splitlines()[0]}); give a run folder") from error
+    return {tuple(row["prompt_ids"]): row["output_ids"] for row in rows if row["prompt_ids"] and row["output_ids"]}
+
+
+class Replayed:
+    """Proposes the continuation of whole texts it was given: prompt -> the ids that followed it, from an earlier run. Silent
+    on other prompts, and for the rest of a prompt once the text has left the recording. `run` names a run folder instead.
+    """
+
+    def __init__(
+        self,
+        recordings: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        num_draft_tokens: int = 4,
+        run: str | None = None,
+    ) -> None:
+        if (recordings is None) == (run is None):
+            raise UserError("replayed: give the run folder to replay, drafter.run=<folder>")
+        self.members = _member("replayed", num_draft_tokens)
+        if run is not None:
+            recordings = _outputs_of(Path(run))
+        self._recordings = {tuple(prompt): list(output) for prompt, output in (recordings or {}).items()}
+        self._rest: list[int] = []
+
+    def bind(self, target: Target) -> None: ...
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        self._rest = list(self._recordings.get(tuple(prompt_ids), ()))
+
+    def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        return Draft.chain(self._rest[: plan.num_tokens])
+
+    def observe(self, commit: Commit) -> None:
+        count = len(commit.token_ids)
+        self._rest = self._rest[count:] if tuple(self._rest[:count]) == commit.token_ids else []

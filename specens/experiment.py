@@ -1,0 +1,256 @@
+"""One job: decode every prompt with the drafters and plainly, write the run folder, tell the tracker and the screen."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from specens.analysis.html import report
+from specens.analysis.metrics import drafter_table, summarise
+from specens.attach import Completion, Speculator
+from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.drafter import Drafter, describe
+from specens.decoding.generation import SamplingOptions, eos_ids, prepare
+from specens.decoding.loop import Decoder
+from specens.decoding.target import LAYOUTS, Layout, Target
+from specens.decoding.types import StepRecord, TokenTree
+from specens.decoding.verify import Coupled, Verifier
+from specens.drafters.none import NoDrafter
+from specens.errors import UserError
+from specens.models import ModelSpec
+from specens.prompts import Prompt, Question, Source, next_prompt
+from specens.records import PromptRecord, RunWriter
+from specens.screen import Screen
+from specens.text import token_pieces
+from specens.trackers import Tracker
+
+WARM_UP_TOKENS = 4
+"""Decoded with and without drafters before anything is timed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, built from the configuration and checked before any model is loaded."""
+
+    target: ModelSpec
+    drafter: Drafter
+    budget: Budget
+    verifier: Verifier
+    layout: Layout
+    sampling: SamplingOptions
+    prompts: Source
+    tracker: Tracker
+    baseline: bool = True
+    trace: str = "steps"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise UserError(f"layout={self.layout}: choose one of {', '.join(LAYOUTS)}")
+        if self.trace != "steps":
+            raise UserError(f"trace={self.trace}: only trace=steps is supported")
+        if not isinstance(self.baseline, bool):
+            raise UserError(f"baseline={self.baseline!r}: give true or false")
+        self.target.check()
+
+
+def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+    """Run all prompts and return the summary. Every finished prompt is on disk before the next begins, whatever happens
+    later; the summary's `status` says how the run ended. Raises UserError when the input is bad or no prompt succeeds.
+    """
+    outcome: dict[str, Any] = {"status": "failed", "error": None, "lossy": not job.verifier.lossless, "environment": {}}
+    try:
+        questions = job.prompts.questions()
+        job.tracker.start(writer.folder, config)
+        session = Session(job, screen)
+        outcome["environment"] = session.environment()
+        session.run(questions, writer)
+        outcome["status"] = "finished"
+    except KeyboardInterrupt:
+        outcome["status"] = "interrupted"
+        raise
+    except BaseException as failure:
+        outcome["error"] = "".join(traceback.format_exception(failure))
+        raise
+    finally:
+        screen.end_prompt()
+        summary = _close(job.tracker, writer, outcome)
+    return summary
+
+
+def _close(tracker: Tracker, writer: RunWriter, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """Write summary.json and report.html, and close the tracker's run."""
+    prompts, steps, drafts = writer.frames()
+    summary = {**summarise(prompts, steps, drafts), **outcome}
+    writer.write_summary(summary)
+    pieces = dict(zip(prompts["prompt_id"], prompts["output_pieces"], strict=True))
+    title = f"specens run {writer.folder.name}"
+    writer.write_page(report(prompts, steps, drafts, summary, title=title, pieces=pieces))
+    rows = prompts.drop(columns=["prompt_ids", "output_ids", "output_pieces", "baseline_ids"]).to_dict("records")
+    tracker.finish(summary, drafter_table(summary).to_dict("records"), rows, outcome["status"])
+    return summary
+
+
+class Session:
+    """The loaded models of one job, with and without the drafters."""
+
+    def __init__(self, job: Job, screen: Screen) -> None:
+        self.job = job
+        self._screen = screen
+        screen.say("loading the target")
+        loaded = job.target.load()
+        self.target = Target(loaded.model, loaded.tokenizer, origin=job.target)
+        self._facts = loaded.facts()
+        self.config: GenerationConfig = job.sampling.generation_config(self.target)
+        screen.say("loading the drafters")
+        self.drafted = Speculator(Decoder(self.target, job.drafter, job.budget, job.verifier, job.layout))
+        self.plain = Speculator(Decoder(self.target, NoDrafter(), FixedBudget(), Coupled()))
+
+    def environment(self) -> dict[str, Any]:
+        """What the numbers depend on besides the configuration."""
+        device = self.target.device
+        packages = ("specens", "torch", "transformers", "bitsandbytes", "hydra-core", "numpy", "wandb")
+        return {
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: version(name) for name in packages},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "num_threads": torch.get_num_threads(),
+            "git": _git_revision(),
+            "target": self._facts,
+            "drafters": describe(self.job.drafter),
+            "eos_token_ids": list(eos_ids(self.config)),
+            "generation_config": self.config.to_diff_dict(),
+        }
+
+    def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
+        """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
+        self._warm_up(questions[0])
+        num_prompts, done, errors = sum(len(question.prompt_names) for question in questions), 0, []
+        for question in questions:
+            answers: list[str] = []
+            for name in question.prompt_names:
+                done += 1
+                label = f"[{done}/{num_prompts}] {name}"
+                record, steps = self._attempt(question, answers, label)
+                writer.add(record, steps)
+                self._screen.prompt_done(label, record, steps)
+                self.job.tracker.prompt_done(summarise(*writer.frames()), done)
+                if record.error is not None:
+                    errors.append(record.error)
+                    break
+                answers.append(record.text)
+        if errors and len(errors) == len(questions):
+            raise UserError(f"no prompt succeeded; the first one failed with: {errors[0]}")
+
+    def _warm_up(self, question: Question) -> None:
+        """Decode a few tokens both ways, so that nothing is timed cold. A prompt that cannot be decoded fails later, by name."""
+        self._screen.say("warming up")
+        for speculator in (self.plain, self.drafted):
+            try:
+                prompt = self._prompt(question, [])
+                ids = prompt.token_ids
+                config = GenerationConfig(**{**self.config.to_dict(), "max_new_tokens": WARM_UP_TOKENS})
+                speculator.complete(ids, config, seed=self.job.sampling.seed, prompt_key=prompt.id)
+            except Exception:
+                return
+
+    def _prompt(self, question: Question, answers: Sequence[str]) -> Prompt:
+        assert self.target.tokenizer is not None
+        return next_prompt(question, answers, self.target.tokenizer, self.job.prompts.chat)
+
+    def _attempt(
+        self, question: Question, answers: Sequence[str], label: str
+    ) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
+        """Decode one prompt, or say in its record why not."""
+        turn = len(answers)
+        text = question.turns[turn] if question.turns else ""
+        record = PromptRecord(question.prompt_names[turn], question.category, text)
+        try:
+            prompt = self._prompt(question, answers)
+            record = replace(record, prompt_ids=prompt.token_ids)
+            return self._decode(prompt, record, label)
+        except Exception as failure:  # the other prompts must go on, whatever it is
+            return replace(record, error=f"{type(failure).__name__}: {failure}"), ()
+
+    def _decode(
+        self, prompt: Prompt, record: PromptRecord, label: str
+    ) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
+        baseline: Completion | None = None
+        first = int(prompt.token_ids[-1] + len(prompt.token_ids)) % 2  # take turns in going first, by the prompt alone
+        if self.job.baseline and first:
+            baseline = self._complete(self.plain, prompt, f"{label} plain")
+        done = self._complete(self.drafted, prompt, label)
+        if self.job.baseline and baseline is None:
+            baseline = self._complete(self.plain, prompt, f"{label} plain")
+        assert self.target.tokenizer is not None
+        record = replace(
+            record,
+            output_ids=done.output_ids,
+            output_pieces=token_pieces(self.target.tokenizer, done.output_ids),
+            text=str(self.target.tokenizer.decode(list(done.output_ids), skip_special_tokens=True)),
+            finish_reason=done.finish_reason,
+            num_steps=len(done.steps),
+            decode_s=done.decode_s,
+            prefill_s=done.prefill_s,
+        )
+        if baseline is not None:
+            record = replace(record, **self._comparison(prompt, done, baseline))
+        return record, done.steps
+
+    def _complete(self, speculator: Speculator, prompt: Prompt, label: str) -> Completion:
+        self._screen.begin_prompt(label)
+        steps: list[StepRecord] = []
+
+        def on_step(step: StepRecord) -> None:
+            steps.append(step)
+            self._screen.step(label, steps)
+
+        seed = self.job.sampling.seed
+        return speculator.complete(prompt.token_ids, self.config, seed=seed, prompt_key=prompt.id, on_step=on_step)
+
+    def _comparison(self, prompt: Prompt, done: Completion, baseline: Completion) -> dict[str, Any]:
+        """The baseline's columns: where the two texts fork, and how near a tie the target was there."""
+        fork_at, fork_margin = first_difference(done.output_ids, baseline.output_ids), None
+        if fork_at is not None:
+            ids = [*prompt.token_ids, *baseline.output_ids[:fork_at]]
+            sampler, _ = prepare(
+                self.target, self.config, prompt.token_ids, seed=self.job.sampling.seed, prompt_key=prompt.id
+            )
+            logits = self.target.score(self.target.prefill(ids), ids[-1], TokenTree(), "tree")
+            fork_margin = sampler.margin(ids, logits[0])
+        return {
+            "baseline_decode_s": baseline.decode_s,
+            "baseline_ids": baseline.output_ids,
+            "is_identical": fork_at is None,
+            "fork_at": fork_at,
+            "fork_margin": fork_margin,
+        }
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token in which two outputs differ (the shorter one's end counts), None when they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _git_revision() -> str | None:
+    """The checkout's commit, None for an installed package."""
+    here = Path(__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.stdout.strip() or None

@@ -1,0 +1,72 @@
+"""The main door: python -m specens.run drafter=ensemble prompts=demo ...
+
+Everything on the command line is Hydra's: `--multirun` sweeps, `--cfg job` shows the configuration, `--help` the options.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import hydra.utils
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+
+from specens.config import CONF_DIR, VERSION_BASE, build, resolved
+from specens.errors import UserError
+from specens.records import RunWriter
+
+
+BUILT = ("target", "drafter", "budget", "verifier", "sampling", "prompts", "tracker")
+PLAIN = ("layout", "baseline", "trace")
+"""The configuration's entries: objects to build, and plain words."""
+
+
+def run(config: DictConfig, folder: Path) -> dict[str, Any]:
+    """Run one job into `folder` and return its summary."""
+    from specens.experiment import Job, run_job
+    from specens.screen import Screen
+
+    writer, screen = RunWriter(folder), Screen()
+    try:
+        plain = resolved(config)
+        job = Job(**{name: build(config[name]) for name in BUILT}, **{name: plain[name] for name in PLAIN})
+    except UserError as error:
+        writer.write_summary({"status": "failed", "error": str(error)})
+        raise
+    summary = run_job(job, writer, plain, screen)
+    screen.summary(summary, folder)
+    return summary
+
+
+def quiet_libraries() -> None:
+    """A run's own lines are what the terminal is for: no loading bars, and warnings go to the job's log."""
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    logging.captureWarnings(True)
+
+
+@hydra.main(config_path=CONF_DIR, config_name="config", version_base=VERSION_BASE)
+def main(config: DictConfig) -> None:
+    quiet_libraries()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    os.chdir(hydra.utils.get_original_cwd())  # paths are relative to where the command was given, also with chdir=true
+    try:
+        run(config, folder)
+    except UserError as error:
+        # Hydra prints exceptions of this class as their one line, goes on with a sweep's other jobs and exits with 1.
+        raise CompactHydraException(f"specens: {error}") from None
+    except KeyboardInterrupt:
+        print(f"interrupted; finished prompts are in {folder}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the tests share: an independent greedy oracle, a scripted target, drafters that return what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specens.decoding.budget import FixedBudget
+from specens.decoding.loop import Decoder
+from specens.decoding.sampling import KeyedNoise, Sampler
+from specens.decoding.stopping import StopRules
+from specens.decoding.target import Target
+from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, TokenTree
+from specens.decoding.verify import Coupled
+
+
+def plain_greedy(model, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
+    """New ids by argmax over a full forward without any cache: independent of everything that is tested."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            if ids[-1] in eos:
+                break
+    return ids[len(prompt) :]
+
+
+class ScriptedTarget:
+    """A target whose next-token logits are `fn(prefix)`: one-hot for an id, or a list of logits. Its "cache" is the prefix."""
+
+    name = "scripted"
+    device = torch.device("cpu")
+    dtype = torch.float32
+    context_limit = None
+    tokenizer = None
+    origin = None
+
+    def __init__(self, fn: Callable[[tuple[int, ...]], int | Sequence[float]], vocab_size: int = 128) -> None:
+        self.fn, self.vocab_size = fn, vocab_size
+
+    class Prefix:
+        def __init__(self, ids: Sequence[int]) -> None:
+            self.ids, self.tree = list(ids), TokenTree()
+
+        def accept(self, path: Sequence[int]) -> None:
+            self.ids += [self.tree.token_ids[node] for node in path]
+
+    def prefill(self, prompt_ids: Sequence[int]) -> Prefix:
+        return self.Prefix(prompt_ids[:-1])
+
+    def score(self, cache: Prefix, last_token: int, tree: TokenTree, layout: str) -> torch.Tensor:
+        cache.ids.append(last_token)
+        cache.tree = tree
+        nodes = [ROOT, *range(len(tree))]
+        return torch.stack(
+            [self._logits((*cache.ids, *(tree.token_ids[n] for n in tree.path_to(node)))) for node in nodes]
+        )
+
+    def _logits(self, prefix: tuple[int, ...]) -> torch.Tensor:
+        said = self.fn(prefix)
+        if isinstance(said, int):
+            return torch.full((self.vocab_size,), -10.0).index_fill(0, torch.tensor([said]), 10.0)
+        return torch.tensor(said, dtype=torch.float32)
+
+
+class Fake:
+    """A drafter that proposes `fn(context)`: a list of ids (a chain) or a Draft."""
+
+    def __init__(self, fn: Callable[[Sequence[int]], Sequence[int] | Draft], name: str = "fake", depth: int = 8) -> None:
+        self.fn, self.members = fn, (Member(name, depth, 64),)
+        self.commits: list[Commit] = []
+
+    def bind(self, target) -> None: ...
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        self.commits = []
+
+    def propose(self, context_ids, plan, sampler) -> Draft:
+        said = self.fn(context_ids)
+        return said if isinstance(said, Draft) else Draft.chain(list(said)[: plan.num_tokens])
+
+    def observe(self, commit: Commit) -> None:
+        self.commits.append(commit)
+
+
+def text_drafter(prompt: Sequence[int], output: Sequence[int], *, name: str = "oracle", depth: int = 4, wrong: bool = False):
+    """Knows the target's whole output; with `wrong`, every token is off by one (mod 128)."""
+    whole = [*prompt, *output]
+
+    def say(context: Sequence[int]) -> list[int]:
+        tokens = whole[len(context) : len(context) + depth]
+        return [(token + 1) % 128 for token in tokens] if wrong else tokens
+
+    return Fake(say, name, depth)
+
+
+def decode(
+    target,
+    drafter,
+    prompt: Sequence[int],
+    count: int = 24,
+    *,
+    layout: str = "tree",
+    budget=None,
+    eos: Sequence[int] = (),
+    seed: int | None = None,
+    sampler: Sampler | None = None,
+    stop: StopRules | None = None,
+    prompt_key: str = "p",
+) -> tuple[list[int], list[StepRecord]]:
+    """New ids and step records. `seed` samples with keyed noise at temperature 1; None is greedy."""
+    target = target if hasattr(target, "score") else Target(target)
+    drafter.bind(target)
+    decoder = Decoder(target, drafter, budget or FixedBudget(), Coupled(), layout)  # pyright: ignore
+    sampler = sampler or Sampler(noise=None if seed is None else KeyedNoise(seed, prompt_key))
+    stop = stop or StopRules(len(prompt) + count, tuple(eos), target.context_limit)
+    _, *steps = decoder.decode(prompt, sampler, stop)
+    return [token for step in steps for token in step.token_ids], steps

@@ -1,0 +1,362 @@
+"""The W&B tracker offline: one run per job, tables as given, and no failure or question that stops a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specens.errors import UserError
+from specens.trackers import (
+    DRAFTER_COLUMNS,
+    PROMPT_COLUMNS,
+    NoTracker,
+    WandbTracker,
+    flatten,
+    progress_scalars,
+    table_rows,
+)
+
+SUMMARY = {
+    "acceptance_length": 2.5,
+    "speedup": None,
+    "drafters": {
+        "ngram": {"win_rate": 0.25, "acceptance_by_depth": [0.5, math.nan]},
+        "silent": {"win_rate": 0.0, "acceptance_rate": None},
+    },
+}
+DRAFTERS = [
+    {"drafter": "ngram", "win_rate": 0.25, "acceptance_rate": 0.5},
+    {"drafter": "silent", "win_rate": 0, "acceptance_rate": math.nan, "note": "never drafted"},
+]
+PROMPTS = [{"prompt_id": i, "category": None, "text": f'{i}: "${{x}}"', "num_steps": 3} for i in range(10)]
+
+START_AND_FINISH = """
+import sys
+from pathlib import Path
+from specens.trackers import WandbTracker
+tracker = WandbTracker(mode="online")
+tracker.start(Path(sys.argv[1]), {"a": 1})
+tracker.prompt_done({"acceptance_length": 2.0}, 1)
+tracker.finish({}, [], [], "finished")
+print("the run went on")
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test sees the user's W&B account, settings or mode, nor writes into the home folder."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
+        monkeypatch.delenv(name)
+    home = tmp_path_factory.getbasetemp()
+    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "HOME"):
+        monkeypatch.setenv(name, str(home))
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our own messages: pytest also captures what wandb logs to its own files."""
+    ours = [record for record in caplog.records if record.name == "specens"]
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+
+
+def run_folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("wandb/offline-run-*"))
+
+
+def wandb_records(folder: Path) -> Iterator[Any]:
+    """What W&B wrote for a run: its log has 7 bytes, then 32 KiB blocks of (crc, length, kind, bytes) chunks."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("*.wandb")
+    data, position, message = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (rest := 32768 - position % 32768) < 7:
+            position += rest
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        message += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole message, or the last chunk of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            message = b""
+            yield record
+
+
+def logged(folder: Path) -> dict[str, Any]:
+    """Config, summary, history (list of dicts) and exit code of a run on disk."""
+    found: dict[str, Any] = {"config": {}, "summary": {}, "history": []}
+    for record in wandb_records(folder):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif kind == "summary":
+            found["summary"] |= {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update
+            }
+        elif kind == "history":
+            found["history"].append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+        elif kind == "exit":
+            found["exit_code"] = record.exit.exit_code
+    return found
+
+
+def table_on_disk(folder: Path, key: str) -> dict[str, Any]:
+    (path,) = (folder / "files/media/table").glob(f"{key}_*.table.json")
+    return json.loads(path.read_text())
+
+
+def test_every_job_of_a_process_has_its_own_run_even_if_one_fails(tmp_path, caplog) -> None:
+    for job in range(3):
+        tracker, status = WandbTracker(mode="offline", tags=["a"]), "failed"
+        try:
+            tracker.start(tmp_path / str(job), {"job": job, "nested": {"k": [1, None]}})
+            if job == 1:
+                raise RuntimeError("this job fails")
+            status = "finished"
+        except RuntimeError:
+            pass
+        finally:
+            tracker.finish({"job": job}, [], [], status)
+    runs = [logged(folder) for job in range(3) for folder in run_folders(tmp_path / str(job))]
+    assert [run["config"]["job"] for run in runs] == [0, 1, 2]
+    assert [run["summary"]["job"] for run in runs] == [0, 1, 2]
+    assert [run["summary"]["status"] for run in runs] == ["finished", "failed", "finished"]
+    assert [run["exit_code"] for run in runs] == [0, 1, 0]
+    assert runs[0]["config"]["nested"] == {"k": [1, None]}
+    assert warnings_in(caplog) == []
+
+
+def test_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
+    tracker = WandbTracker(mode="offline")
+    tracker.start(tmp_path, {})
+    for step in (1, 2):
+        tracker.prompt_done({"acceptance_length": float(step), "drafters": {"ngram": {"win_rate": 0.5 * step}}}, step)
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "failed")  # a second call does nothing
+    (folder,) = run_folders(tmp_path)
+
+    table = table_on_disk(folder, "prompts")
+    assert table["columns"][: len(PROMPT_COLUMNS)] == list(PROMPT_COLUMNS)
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert [{key: row[key] for key in PROMPTS[0]} for row in rows] == PROMPTS
+    table = table_on_disk(folder, "drafters")
+    assert [cells[table["columns"].index("acceptance_rate")] for cells in table["data"]] == [0.5, None]
+    assert table_on_disk(folder, "win_rates")["data"] == [["ngram", 0.25], ["silent", 0.0]]
+
+    run = logged(folder)
+    progress = [(row["_step"], row["acceptance_length"], row["win_rate/ngram"]) for row in run["history"][:2]]
+    assert progress == [(1, 1.0, 0.5), (2, 2.0, 1.0)]
+    assert run["summary"]["acceptance_length"] == 2.5
+    assert run["summary"]["drafters/ngram/win_rate"] == 0.25
+    assert run["exit_code"] == 0
+    assert warnings_in(caplog) == []
+
+
+def run_without_login(folder: Path, stdin: int, stderr: int, **environment: str) -> tuple[int, str]:
+    """Exit code and standard output of a process that tracks one run online without being able to."""
+    folder.mkdir()
+    keep = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    environment = keep | {"HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", START_AND_FINISH, str(folder)],
+        env=environment,
+        stdin=stdin,
+        stderr=stderr,
+        stdout=subprocess.PIPE,
+        timeout=90,
+    )
+    return done.returncode, done.stdout.decode()
+
+
+def test_without_a_key_it_logs_offline_with_one_notice(tmp_path) -> None:
+    with (tmp_path / "stderr").open("wb") as stderr:
+        result = run_without_login(tmp_path / "run", subprocess.DEVNULL, stderr.fileno())
+    (notice,) = (tmp_path / "stderr").read_text().splitlines()
+    (folder,) = run_folders(tmp_path / "run")
+    assert result == (0, "the run went on\n")
+    assert "no API key" in notice
+    assert f"wandb sync {folder}" in notice
+    assert logged(folder)["history"][0]["acceptance_length"] == 2.0
+
+
+def test_on_a_terminal_it_never_asks_for_a_key(tmp_path) -> None:
+    terminal, terminal_end = pty.openpty()
+    try:
+        result = run_without_login(tmp_path / "run", terminal_end, terminal_end, TERM="xterm")
+        shown = os.read(terminal, 10_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(terminal_end)
+    assert result == (0, "the run went on\n")
+    assert len(shown.splitlines()) == 1
+
+
+def test_without_the_network_it_logs_offline_with_one_notice(tmp_path) -> None:
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_HTTP_TIMEOUT": "2"}
+    with (tmp_path / "stderr").open("wb") as stderr:
+        result = run_without_login(tmp_path / "run", subprocess.DEVNULL, stderr.fileno(), **nowhere)
+    (notice,) = (tmp_path / "stderr").read_text().splitlines()
+    assert result == (0, "the run went on\n")
+    assert "logging offline" in notice
+    assert len(run_folders(tmp_path / "run")) == 1
+
+
+def test_a_server_that_fails_after_login_means_offline(monkeypatch, caplog, tmp_path) -> None:
+    import wandb
+
+    real_init = wandb.init
+
+    def init(mode: Any, **arguments: Any) -> Any:
+        if mode == "online":
+            raise wandb.Error("run initialization\ntimed out")
+        return real_init(mode=mode, **arguments)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    tracker = WandbTracker(mode="online")
+    tracker.start(tmp_path, {"a": 1})
+    tracker.finish({}, [], [], "finished")
+    (warning,) = warnings_in(caplog)
+    assert "run initialization timed out; logging offline" in warning
+    assert [logged(folder)["config"]["a"] for folder in run_folders(tmp_path)] == [1]
+
+
+class BrokenRun:
+    """A W&B run whose every call fails."""
+
+    def __init__(self) -> None:
+        self.summary: dict[str, Any] = {}
+        self.num_calls = 0
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.num_calls += 1
+        raise OSError("disk\nfull")
+
+    finish = log
+
+
+def test_a_failure_inside_wandb_is_one_warning(monkeypatch, caplog, tmp_path) -> None:
+    import wandb
+
+    run = BrokenRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = WandbTracker(mode="offline")
+    tracker.start(tmp_path, {})
+    tracker.prompt_done({"acceptance_length": 1.0}, 1)
+    tracker.prompt_done({"acceptance_length": 1.0}, 2)
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    (warning,) = warnings_in(caplog)
+    assert "disk full" in warning
+    assert run.num_calls == 3  # prompt 1, the tables, closing: the run is closed although logging broke
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_if_wandb_cannot_start_the_run_goes_on(is_installed, monkeypatch, caplog, tmp_path) -> None:
+    import wandb
+
+    def refuse(**_: Any) -> None:
+        raise wandb.Error("no service")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    tracker = WandbTracker(mode="offline")
+    tracker.start(tmp_path, {})
+    tracker.prompt_done({"acceptance_length": 1.0}, 1)
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("mode", ["tracker", "environment"])
+def test_disabled_does_not_even_import_wandb(mode, monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv("WANDB_MODE", "online" if mode == "tracker" else "disabled")
+    tracker = WandbTracker(mode="disabled" if mode == "tracker" else None)
+    tracker.start(tmp_path, {})
+    tracker.prompt_done({"acceptance_length": 1.0}, 1)
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unusable_options_are_refused_by_name(monkeypatch, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"tracker\.mode is 'onlin'"):
+        WandbTracker(mode="onlin")
+    with pytest.raises(UserError, match=r"tracker\.tags"):
+        WandbTracker(tags="baseline")
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(UserError, match="WANDB_MODE is 'of'"):
+        WandbTracker().start(tmp_path, {})
+
+
+def test_columns_have_one_type_and_rows_one_length() -> None:
+    rows = [
+        {"drafter": "a", "mixed": 1, "number": 1, "flag": True, "ids": [1, 2], "nothing": None},
+        {"drafter": "b", "mixed": "x", "number": 0.5, "flag": None, "ids": None, "extra": math.inf},
+        {"drafter": "c", "mixed": False},
+    ]
+    columns, data = table_rows(rows, DRAFTER_COLUMNS)
+    assert columns[: len(DRAFTER_COLUMNS)] == list(DRAFTER_COLUMNS)
+    by_name = dict(zip(columns, zip(*data, strict=True), strict=True))
+    assert by_name["mixed"] == ("1", "x", "false")
+    assert [type(cell) for cell in by_name["number"]] == [float, float, type(None)]
+    assert by_name["flag"] == (True, None, None)
+    assert by_name["ids"] == ("[1, 2]", None, None)
+    assert by_name["nothing"] == by_name["extra"] == by_name["win_rate"] == (None, None, None)
+
+
+def test_tables_without_rows_keep_their_columns() -> None:
+    assert table_rows([], PROMPT_COLUMNS) == (list(PROMPT_COLUMNS), [])
+
+
+def test_missing_numbers_are_gaps_not_zeros() -> None:
+    row = {"acceptance_length": math.nan, "speedup": None, "verifier": "coupled", "num_prompts": 2, "by": {"x": 1}}
+    drafters = {"a": {"win_rate": 0.0, "token_share": None}, "b": {"win_rate": 0.5, "draft_ms": 3.0}}
+    assert progress_scalars({**row, "drafters": drafters}) == {"num_prompts": 2, "win_rate/a": 0.0, "win_rate/b": 0.5}
+
+
+def test_summaries_are_flat_and_keep_lists() -> None:
+    assert flatten(SUMMARY) == {
+        "acceptance_length": 2.5,
+        "speedup": None,
+        "drafters/ngram/win_rate": 0.25,
+        "drafters/ngram/acceptance_by_depth": [0.5, None],
+        "drafters/silent/win_rate": 0.0,
+        "drafters/silent/acceptance_rate": None,
+    }
+
+
+def test_no_tracker_leaves_nothing(tmp_path) -> None:
+    tracker = NoTracker()
+    tracker.start(tmp_path, {})
+    tracker.prompt_done({}, 1)
+    tracker.finish({}, [], [], "finished")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_module_imports_no_wandb() -> None:
+    code = "import sys, specens.trackers; sys.exit(any(m in sys.modules for m in ('wandb', 'torch', 'pandas')))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+@pytest.mark.parametrize(("option", "kind"), [("wandb", WandbTracker), ("none", NoTracker)])
+def test_every_option_of_the_command_line_builds(option, kind) -> None:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    conf = Path(__file__).parents[1] / "conf/tracker"
+    assert isinstance(instantiate(OmegaConf.load(conf / f"{option}.yaml")), kind)
+    assert {path.stem for path in conf.iterdir()} == {"wandb", "none"}

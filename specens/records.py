@@ -96,7 +96,8 @@ class PromptRecord:
     """One prompt's row. Times are seconds of decoding and of prefill, apart; `baseline_*` is plain decoding, same run.
 
     `fork_at` is the first position at which output and baseline differ and `fork_margin` the target's gap between its
-    two best logits there. `output_pieces` is the text cut into one piece per output id. `error` says why a prompt failed. What was not measured, or did not happen, is None.
+    two best logits there. `output_pieces` is the text cut into one piece per output id. `error` says why a prompt
+    failed. What was not measured, or did not happen, is None.
     """
 
     prompt_id: str

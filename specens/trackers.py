@@ -47,10 +47,15 @@ DRAFTER_COLUMNS = (
     "draft_ms_per_step",
     "tokens_per_draft_s",
     "silent_rate",
+    "num_drafted",
+    "num_verified",
+    "num_accepted",
+    "wasted_nodes",
 )
 PROMPT_COLUMNS = (
     "prompt_id",
     "category",
+    "prompt_text",
     "text",
     "finish_reason",
     "num_steps",

@@ -165,6 +165,15 @@ def test_short_dropped_and_silent_drafts_have_their_own_counts() -> None:
     assert summary["acceptance_length"] == pytest.approx((1 + 3 + 1) / 3)
 
 
+def test_agreement_of_a_pruned_proposal_with_the_targets_own_token_is_not_accepted() -> None:
+    steps = [{"m": (3,), "drafted": (4,), "verified": (2,), "accepted": 2, "tested": (3,)}]
+    drafter = summarise(*frames(steps, names=["a"]))["drafters"]["a"]
+    assert drafter["num_accepted"] == 2
+    assert drafter["acceptance_rate"] == 1.0
+    assert drafter["solo_acceptance_length"] == 4.0
+    assert drafter["acceptance_by_depth"] == [1.0, 1.0, 1.0]
+
+
 def test_depths_that_were_not_drafted_are_censored() -> None:
     steps = [{"m": (1,), "drafted": (1,)}, {"m": (1,), "drafted": (2,)}, {"m": (2,), "drafted": (2,)}]
     assert summarise(*frames(steps, names=["a"]))["drafters"]["a"]["acceptance_by_depth"] == [1.0, 0.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -137,19 +138,28 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
         RunWriter(tmp_path / "file" / "run")
 
 
-def test_only_one_of_two_processes_gets_a_folder(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from specens.records import RunWriter\n"
-        "start = float(sys.argv[2])\n"
-        "while time.time() < start: pass\n"
-        "RunWriter(Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    start = subprocess.check_output([sys.executable, "-c", "import time; print(time.time() + 3)"], text=True)
-    both = [subprocess.Popen([*command, start], stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    errors = [process.communicate()[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 1]
-    assert "already holds a run" in "".join(errors)
+def test_of_two_that_start_at_once_in_one_folder_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_run(tmp_path, "p")
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # the second looked before the first had written
+    with pytest.raises(UserError, match="already holds a run"):
+        RunWriter(tmp_path)
+    monkeypatch.undo()
+    assert load(tmp_path).prompts["prompt_id"].tolist() == first.frames()[0]["prompt_id"].tolist() == ["p"]
+
+
+def test_a_file_is_replaced_and_never_rewritten_in_place(tmp_path: Path) -> None:
+    writer = write_run(tmp_path, "p")
+    writer.write_summary({"status": "running"})
+    names = [*(f"{name}.parquet" for name in SCHEMAS), "summary.json"]
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    with contextlib.ExitStack() as stack:
+        readers = {name: stack.enter_context((tmp_path / name).open("rb")) for name in names}
+        writer.add(prompt("q"), [step()])
+        writer.write_summary({"status": "finished"})
+        assert {name: reader.read() for name, reader in readers.items()} == before
+    assert all((tmp_path / name).read_bytes() != before[name] for name in names)
 
 
 def test_a_repeated_prompt_id_is_refused(tmp_path: Path) -> None:

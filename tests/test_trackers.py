@@ -10,6 +10,7 @@ import pty
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,19 +74,20 @@ def run_folders(folder: Path) -> list[Path]:
     return sorted(folder.glob("wandb/offline-run-*"))
 
 
-def wandb_records(folder: Path) -> Iterator[Any]:
-    """What W&B wrote for a run: its log has 7 bytes, then 32 KiB blocks of (crc, length, kind, bytes) chunks."""
+def wandb_records(path: Path) -> Iterator[Any]:
+    """What W&B wrote so far: its log has 7 bytes, then 32 KiB blocks of (crc, length, kind, bytes) chunks."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("*.wandb")
     data, position, message = path.read_bytes(), 7, b""
     while position + 7 <= len(data):
         if (rest := 32768 - position % 32768) < 7:
             position += rest
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        message += data[position + 7 : position + 7 + length]
         position += 7 + length
+        if position > len(data):
+            return
+        message += data[position - length : position]
         if kind in (1, 4):  # a whole message, or the last chunk of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)
@@ -93,24 +95,38 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             yield record
 
 
-def logged(folder: Path) -> dict[str, Any]:
-    """Config, summary, history (list of dicts) and exit code of a run on disk."""
+def logged(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Config, summary, history (list of dicts) and exit code of a closed run on disk.
+
+    W&B's service writes the last records a moment after `finish` returns, so this waits for the exit record.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for path in folder.glob("*.wandb"):
+            found = read_run(path)
+            if "exit_code" in found:
+                return found
+        time.sleep(0.05)
+    raise AssertionError(f"the run in {folder} was not closed within {timeout_s} s")
+
+
+def read_run(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"config": {}, "summary": {}, "history": []}
-    for record in wandb_records(folder):
+    for record in wandb_records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            found["config"] |= values_of(record.run.config.update)
         elif kind == "summary":
-            found["summary"] |= {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update
-            }
+            found["summary"] |= values_of(record.summary.update)
         elif kind == "history":
-            found["history"].append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
+            found["history"].append(values_of(record.history.item))
         elif kind == "exit":
             found["exit_code"] = record.exit.exit_code
     return found
+
+
+def values_of(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def table_on_disk(folder: Path, key: str) -> dict[str, Any]:
@@ -147,6 +163,7 @@ def test_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
     tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
     tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "failed")  # a second call does nothing
     (folder,) = run_folders(tmp_path)
+    run = logged(folder)
 
     table = table_on_disk(folder, "prompts")
     assert table["columns"][: len(PROMPT_COLUMNS)] == list(PROMPT_COLUMNS)
@@ -156,7 +173,6 @@ def test_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
     assert [cells[table["columns"].index("acceptance_rate")] for cells in table["data"]] == [0.5, None]
     assert table_on_disk(folder, "win_rates")["data"] == [["ngram", 0.25], ["silent", 0.0]]
 
-    run = logged(folder)
     progress = [(row["_step"], row["acceptance_length"], row["win_rate/ngram"]) for row in run["history"][:2]]
     assert progress == [(1, 1.0, 0.5), (2, 2.0, 1.0)]
     assert run["summary"]["acceptance_length"] == 2.5

@@ -103,7 +103,6 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
     steps = _rows(steps, ~_is_of(steps, failed, key))
     drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
-    drafts = _rows(drafts, ~_is_of(drafts, failed, key))
     has_baseline = bool(done["is_identical"].notna().to_numpy().any())
     return {
         **_speed(done),
@@ -214,7 +213,7 @@ def _by_category(done: pd.DataFrame, steps: pd.DataFrame, key: list[str]) -> dic
 
 
 def _drafters(steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
-    """Name -> numbers of that member, in the members' own order."""
+    """Name -> numbers of that member in `steps`, in the members' own order."""
     if steps.empty or drafts.empty:
         return {}
     joined = drafts.merge(steps[[*key, "step", "num_accepted"]], on=[*key, "step"], how="inner")

@@ -99,7 +99,8 @@ class LanguageModel:
 
     def observe(self, commit: Commit) -> None:
         agreed = 0
-        for drafted, emitted in zip(self._drafted, commit.token_ids, strict=False):
+        # The last emitted token stays outside the cache even if it was drafted (and pruned): it is the next forward's first.
+        for drafted, emitted in zip(self._drafted, commit.token_ids[:-1], strict=False):
             if drafted != emitted:
                 break
             agreed += 1

@@ -1,0 +1,1077 @@
+"""Public bug reports of the field, one test a case (some have two), named after the case: stopping, caches, sampling,
+drafters and vocabularies, counting and timing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Fake, ScriptedTarget, decode, plain_greedy, text_drafter
+from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+
+import specens
+from specens.analysis.metrics import summarise
+from specens.config import build, compose
+from specens.decoding.budget import FixedBudget, PriorityBudget
+from specens.decoding.cache import KVCache
+from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test
+from specens.decoding.loop import Decoder
+from specens.decoding.merge import merge
+from specens.decoding.sampling import KeyedNoise, Sampler
+from specens.decoding.stopping import StopRules
+from specens.decoding.target import Layout, Target
+from specens.decoding.types import ROOT, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
+from specens.decoding.verify import Coupled
+from specens.drafters.ensemble import Ensemble
+from specens.drafters.lm import LanguageModel
+from specens.drafters.ngram import NGram
+from specens.drafters.none import NoDrafter
+from specens.drafters.scripted import Fixed
+from specens.errors import UserError
+from specens.models import ModelSpec
+from specens.records import PromptRecord, Run, frames_of, load
+from specens.run import run
+from specens.tiny import byte_tokenizer, random_model
+
+LAYOUTS: tuple[Layout, ...] = ("tree", "rows")
+PROMPT = (11, 12, 13, 14, 11, 12, 13)
+
+Job = Callable[..., tuple[dict[str, Any], Run]]
+
+
+def count_up(prefix: Sequence[int]) -> int:
+    """A script: every token is one more than the last (mod 128)."""
+    return (prefix[-1] + 1) % 128
+
+
+def ups(context: Sequence[int], count: int) -> list[int]:
+    return [(context[-1] + i) % 128 for i in range(1, count + 1)]
+
+
+def numbers(steps: Sequence[StepRecord], output: Sequence[int]) -> dict[str, Any]:
+    """The run's summary from one prompt's records, as the doors compute it."""
+    record = PromptRecord("p", output_ids=output, num_steps=len(steps), decode_s=1.0, prefill_s=1.0)
+    return summarise(*frames_of([(record, steps)]))
+
+
+def resized(model: Any, vocab_size: int) -> Any:
+    """The same weights with another number of embedding rows: rows dropped, or random ones added."""
+    other = random_model(vocab_size=vocab_size, max_position_embeddings=128, seed=9)
+    with torch.no_grad():
+        for mine, its in zip(other.parameters(), model.parameters(), strict=True):
+            rows = min(len(mine), len(its))
+            mine[:rows] = its[:rows]
+    return other
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def job(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Run one job with the tiny target in this process -> its summary and its tables."""
+    monkeypatch.setenv("SPECENS_CACHE", str(cache))
+    count = iter(range(1000))
+
+    def start(*overrides: str) -> tuple[dict[str, Any], Run]:
+        folder = tmp_path / f"run-{next(count)}"
+        config = compose(["model@target=tiny", "drafter=ngram", "tracker=none", "prompts.chat=false", *overrides])
+        summary = run(config, folder)
+        return summary, load(folder)
+
+    return start
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Write lines -> the overrides that read them."""
+
+    def write(*rows: dict[str, Any]) -> str:
+        path = tmp_path / f"prompts-{len(list(tmp_path.iterdir()))}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return f"prompts.path={path}"
+
+    return write
+
+
+def outputs(loaded: Run) -> dict[str, list[int]]:
+    return {row.prompt_id: list(row.output_ids) for row in loaded.prompts.itertuples()}
+
+
+# A. Stopping and length
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b01_eos_in_the_middle_of_a_block(tiny: Any, layout: Layout) -> None:
+    """The text ends right after the first end-of-sequence token, wherever in a commit it stands."""
+    base = plain_greedy(tiny, PROMPT, 20)
+    inside = 0
+    for eos in base[:9]:
+        expected = base[: base.index(eos) + 1]
+        new, steps = decode(tiny, text_drafter(PROMPT, base), PROMPT, 20, eos=[eos], layout=layout)
+        assert new == expected
+        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["eos"]
+        trimmed = sum(step.num_accepted for step in steps) + len(steps) - len(new)
+        assert trimmed == (
+            steps[-1].token_owners[-1] != 0
+        )  # an accepted EOS costs the step's own token, nothing else does
+        inside += trimmed
+    assert inside  # else no EOS was ever drafted, and this shows nothing
+
+
+def test_b01_an_eos_inside_the_accepted_run_cuts_ids_and_counts() -> None:
+    """The commit itself ends at the EOS, whatever stands behind it in the tree."""
+    tree = TokenTree((5, 2, 6), (-1, 0, 1), (1, 2, 3), (1, 1, 1))
+    commit = StopRules(100, (2,)).trim([9], tree, Verdict((0, 1, 2), 7))
+    assert (commit.token_ids, commit.path, commit.finish_reason) == ((5, 2), (0, 1), "eos")
+
+
+def test_b02_every_eos_id_ends_the_text_and_a_drafters_own_does_not(tiny: Any) -> None:
+    """Any id of the target's list ends the text; a drafter with another EOS changes nothing."""
+    target = ScriptedTarget(lambda prefix: {5: 6, 6: 7, 7: 8}.get(prefix[-1], 5))
+    for drafter in (NoDrafter(), Fixed([5, 6, 7, 8])):
+        new, steps = decode(target, drafter, [1], eos=(2, 7))
+        assert (new, steps[-1].finish_reason) == ([5, 6, 7], "eos")
+
+    base = plain_greedy(tiny, PROMPT, 20)
+    small = copy.deepcopy(tiny)
+    small.config.eos_token_id = small.generation_config.eos_token_id = base[3]
+    new, steps = decode(tiny, LanguageModel(small), PROMPT, 20)
+    assert (new, steps[-1].finish_reason) == (base, "length")
+    assert any(step.num_accepted for step in steps)
+
+
+def test_b02_the_generation_config_is_the_one_source_of_eos(tiny: Any, job: Job) -> None:
+    """The tokenizer names one end token, the generation config two: the list counts, and the results say which was used."""
+    model = copy.deepcopy(tiny)
+    model.generation_config.eos_token_id = [2, 7]
+    target = Target(model, byte_tokenizer())
+    assert byte_tokenizer().eos_token_id == 1
+    assert eos_ids(SamplingOptions().generation_config(target)) == (2, 7)
+    assert eos_ids(SamplingOptions(eos_token_ids=[9]).generation_config(target)) == (9,)
+
+    _, loaded = job(
+        "prompts=inline", "prompts.texts=[hello]", "sampling.eos_token_ids=[]", "sampling.max_new_tokens=24"
+    )
+    (free,) = outputs(loaded).values()
+    first = free[8]
+    summary, loaded = job(
+        "prompts=inline", "prompts.texts=[hello]", f"sampling.eos_token_ids=[{free[15]},{first}]", "drafter=oracle"
+    )
+    (ended,) = outputs(loaded).values()
+    cut = min(free.index(first), free.index(free[15])) + 1
+    assert ended == free[:cut]
+    assert loaded.prompts.finish_reason.tolist() == ["eos"]
+    assert summary["environment"]["eos_token_ids"] == [free[15], first]
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_b04_max_new_tokens_is_exact(count: int) -> None:
+    """Never more tokens than asked for, whatever is accepted; the last one needs no draft."""
+    target = ScriptedTarget(count_up)
+    expected = ups([3], count)
+    for depth in range(1, 9):
+        obedient = Fake(lambda context: ups(context, 8), depth=depth)
+        careless = Fake(lambda context: Draft.chain(ups(context, 8)), depth=depth)  # ignores its plan
+        for drafter in (obedient, careless):
+            new, steps = decode(target, drafter, [3], count)
+            assert (new, steps[-1].finish_reason) == (expected, "length")
+            wanted = count
+            for step in steps:
+                assert step.num_nodes <= min(depth, wanted - 1)
+                wanted -= step.num_emitted
+            assert (
+                sum(step.num_accepted for step in steps) + len(steps) == count
+            )  # nothing was trimmed, hence none wasted
+        if count == 1:
+            assert steps[0].members[0].num_drafted == 0
+
+
+def test_b04_zero_new_tokens_are_refused(tiny: Any) -> None:
+    """Nothing to generate is an error that names the option, not one token."""
+    with pytest.raises(UserError, match="max_new_tokens"):
+        SamplingOptions(max_new_tokens=0)
+    with pytest.raises(UserError, match="max_new_tokens"):
+        merge_options(Target(tiny), None, max_new_tokens=0)
+
+
+def test_b05_a_stop_string_inside_a_commit_comes_before_the_length() -> None:
+    """Rules are asked token by token: a stop string before the cap names the reason, one behind the cap never counts."""
+    tree = TokenTree((10, 11, 99, 20, 21), chain_parents(5), (1, 2, 3, 4, 5), (1,) * 5)
+    verdict = Verdict((0, 1, 2, 3, 4), 22)
+    cap5 = StopRules(1 + 5, stop_test=lambda ids: ids[-1] == 99)
+    commit = cap5.trim([1], tree, verdict)
+    assert (commit.token_ids, commit.path, commit.finish_reason) == ((10, 11, 99), (0, 1, 2), "stop")
+    late = StopRules(1 + 5, stop_test=lambda ids: ids[-1] == 22)
+    commit = late.trim([1], tree, verdict)
+    assert (commit.token_ids, commit.finish_reason) == ((10, 11, 99, 20, 21), "length")
+    at_the_cap = StopRules(1 + 3, stop_test=lambda ids: ids[-1] == 99).trim([1], tree, verdict)
+    assert (at_the_cap.token_ids, at_the_cap.finish_reason) == ((10, 11, 99), "stop")
+
+
+def test_b05_a_stop_string_is_found_at_every_place_of_a_commit(tokenizer: Any) -> None:
+    """A stop string, split over tokens, ends the text at its last token: drafted or not, wherever in the block it lies."""
+    prompt = tokenizer.encode("say: ", add_special_tokens=False)
+    test = stop_test(GenerationConfig(stop_strings=["ha ha"]), tokenizer)
+    num_trimmed = 0
+    for shift in range(10):
+        before = "x" * shift + "ha ha"
+        script = tokenizer.encode(before + " ha ha and on", add_special_tokens=False)
+        target = ScriptedTarget(lambda prefix, script=script: (script + [5] * 40)[len(prefix) - len(prompt)], 259)
+        stop = StopRules(len(prompt) + 30, (), None, test)
+        for drafter in (NoDrafter(), text_drafter(prompt, script, depth=8)):
+            new, steps = decode(target, drafter, prompt, stop=stop)
+            assert tokenizer.decode(new) == before
+            assert steps[-1].finish_reason == "stop"
+            assert sum(step.num_emitted for step in steps) == len(new)
+            num_trimmed += sum(step.num_accepted for step in steps) + len(steps) - len(new)
+    assert num_trimmed >= 5
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("say", [[7, 7, 7, 7, 2], [7, 2, 7, 2, 7], [2, 2, 2, 2, 2], [9, 9, 9]])
+def test_b06_min_new_tokens_counts_tokens_and_not_steps(depth: int, say: list[int]) -> None:
+    """A target that always wants EOS says exactly four other tokens first, however many a step commits."""
+    scores = [0.0] * 128
+    scores[7], scores[2] = 5.0, 9.0
+    prompt = [3, 4]
+    processors = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(len(prompt), 4, [2])])
+    drafter = Fake(lambda context: say[(len(context) - 2) % len(say) :], depth=depth)
+    new, steps = decode(ScriptedTarget(lambda _: scores), drafter, prompt, 20, eos=[2], sampler=Sampler(processors))
+    assert new == [7, 7, 7, 7, 2]
+    assert steps[-1].finish_reason == "eos"
+
+
+# B. Greedy verification and caches
+
+COPYING = (
+    'Fill in: {"type": "object", "done": true, "open": true, "name": "a"} -> {"done": true, "name": "b", "open": true, ',
+    "The cat sits on the mat. The cat sits on the mat. Continue with 2 more.",
+    "def f(x):\n    return x + 1\n\nRename x to y:\ndef f(y):\n    return y + 1\n\ndef f(",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b08_copy_heavy_prompts_stay_plain_greedy(tokenizer: Any, layout: Layout) -> None:
+    """n-gram drafts that are accepted in part leave the text as plain greedy writes it."""
+    partly = 0
+    for seed, text in enumerate(COPYING):
+        # One layer with small attention weights copies a lot, so that drafts are accepted, and often only in part.
+        model = random_model(seed=seed, initializer_range=0.12)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        base = plain_greedy(model, prompt, 48)
+        ngram = NGram(num_draft_tokens=5, num_continuations=2, min_ngram=1, max_ngram=3)
+        new, steps = decode(model, ngram, prompt, 48, layout=layout)
+        assert new == base
+        partly += sum(0 < step.num_accepted < 5 for step in steps)
+        noisy = Fake(lambda context, whole=[*prompt, *base]: _partly_right(whole, context), depth=5)
+        new, steps = decode(model, noisy, prompt, 48, layout=layout)
+        assert new == base
+        assert {step.num_accepted for step in steps[:-1]} >= {0, 1, 2, 3}
+    assert partly
+
+
+def _partly_right(whole: Sequence[int], context: Sequence[int]) -> list[int]:
+    """The true continuation with one wrong token, whose place depends on the text so far."""
+    tokens = list(whole[len(context) : len(context) + 5])
+    wrong = sum(context[-2:]) % 5
+    return [(token + 1) % 128 if i == wrong else token for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", [FixedBudget(), PriorityBudget()])
+def test_b09_a_drafter_with_the_targets_weights_is_always_right(tiny: Any, layout: Layout, budget: Any) -> None:
+    """Its cache ends every step at the committed text: after full acceptance, after losing, and after idle rounds."""
+    base = plain_greedy(tiny, PROMPT, 60)
+    alone = LanguageModel(copy.deepcopy(tiny), num_draft_tokens=3)
+    new, steps = decode(tiny, alone, PROMPT, 60, layout=layout)
+    assert new == base
+    assert all(step.num_accepted == step.num_nodes for step in steps)
+
+    whole = [*PROMPT, *base]
+    same = LanguageModel(copy.deepcopy(tiny), num_draft_tokens=3)
+    cached: list[tuple[int, int]] = []
+    rival = Fake(lambda context: whole[len(context) : len(context) + (6 if len(context) % 3 else 0)], "rival")
+    rival.observe = lambda commit: cached.append((same.cached_tokens, len(commit.token_ids)))  # pyright: ignore
+    new, steps = decode(tiny, Ensemble({"rival": rival, "same": same}), PROMPT, 60, layout=layout, budget=budget)
+    assert new == base
+    mine = [step.members[1] for step in steps]
+    assert all(member.num_matched == member.num_drafted for member in mine)
+    assert any(step.num_accepted > member.num_matched for step, member in zip(steps, mine, strict=True))
+    assert any(member.num_drafted for member in mine)
+    committed = len(PROMPT)
+    for held, count in cached:  # seen before `same` observes: at most what was committed, and its own draft
+        assert held <= committed + 3
+        committed += count
+    assert same.cached_tokens <= committed - 1
+    if isinstance(budget, PriorityBudget):
+        assert any(member.num_drafted == 0 for member in mine[:-1])  # idle rounds happened
+
+
+def test_b10_rollback_keeps_as_many_positions_as_it_is_told() -> None:
+    """`rollback(keep)` means the number to keep, whatever the installed transformers' `crop` means."""
+    for keep in (3, 2, 0):
+        cache = KVCache()
+        keys = torch.arange(3.0).reshape(1, 1, 3, 1)
+        cache.states.update(keys, keys, 0)
+        cache.rollback(keep)
+        assert cache.length == keep
+        assert cache.states.layers[0].keys.flatten().tolist() == [0.0, 1.0, 2.0][:keep]
+        for wrong in (-1, keep + 1):
+            with pytest.raises(ValueError, match="cannot keep"):
+                cache.rollback(wrong)
+
+
+def test_b11_a_fork_is_reported_with_its_place_and_margin(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 is identical; in bfloat16, and with a faulty verifier, the first fork and the target's margin there are told."""
+    words = ("prompts.limit=2", "sampling.max_new_tokens=12", "drafter=oracle", "sampling.eos_token_ids=[]")
+    summary, loaded = job(*words)
+    assert loaded.prompts.is_identical.tolist() == [True, True]
+    assert loaded.prompts.fork_at.isna().all() and loaded.prompts.fork_margin.isna().all()
+    assert summary["num_identical"] == 2
+
+    _, half = job(*words, "target.dtype=bfloat16")
+    for row in half.prompts.itertuples():
+        same = list(row.output_ids) == list(row.baseline_ids)
+        assert row.is_identical == same
+        assert same == (row.fork_at != row.fork_at)  # NaN: no fork
+        assert same or row.fork_margin < 0.5
+
+    def faulty(self: Coupled, tree: TokenTree, pick: Any) -> Verdict:
+        token = pick(ROOT)
+        return Verdict(
+            (), (token + 1) % 128 if len(tree) == 3 else token
+        )  # a logic fault, only where three were drafted
+
+    monkeypatch.setattr(Coupled, "__call__", faulty)
+    summary, wrong = job(*words)
+    model = random_model()
+    assert summary["num_identical"] == 0
+    for row in wrong.prompts.itertuples():
+        output, base = list(row.output_ids), list(row.baseline_ids)
+        fork = int(row.fork_at)
+        assert row.is_identical is False or not row.is_identical
+        assert output[:fork] == base[:fork] and output[fork] != base[fork]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*row.prompt_ids, *base[:fork]]]), use_cache=False).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        assert row.fork_margin == pytest.approx(best - second, abs=1e-3)
+
+
+WINDOWED = (
+    ("mistral", {"sliding_window": 8}),
+    (
+        "qwen3",
+        {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("model_type", "options"), WINDOWED)
+def test_b12_a_sliding_window_is_rolled_back_exactly(model_type: str, options: dict, attention: str) -> None:
+    """Past its window a target with rejected drafts still writes what it writes alone; so does a drafter of its kind."""
+    model = random_model(model_type, vocab_size=128, max_position_embeddings=128, **options)
+    model.set_attn_implementation(attention)
+    prompt = [(7 * i) % 120 + 3 for i in range(20)]
+    base = plain_greedy(model, prompt, 30)
+    for layout in LAYOUTS:
+        members = {
+            "wrong": text_drafter(prompt, base, name="wrong", wrong=True),
+            "partly": Fake(lambda context: _partly_right([*prompt, *base], context), depth=5),
+            "same": LanguageModel(copy.deepcopy(model), num_draft_tokens=3),
+        }
+        new, steps = decode(model, Ensemble(members), prompt, 30, layout=layout)
+        assert new == base
+        same = [step.members[2] for step in steps]
+        assert sum(member.num_drafted for member in same) > 20
+        assert all(member.num_matched == member.num_drafted for member in same)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("mamba", {}),
+        ("qwen3_next", {}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ],
+)
+def test_b12_a_running_state_is_refused_by_name(model_type: str, options: dict) -> None:
+    """What cannot be cut back after a rejected draft is refused at start, as a target and as a drafter."""
+    model = random_model(model_type, **options)
+    with pytest.raises(UserError, match=rf"{model_type}.*cannot be rolled back"):
+        Target(model)
+    with pytest.raises(UserError, match=rf"{model_type}.*cannot be rolled back"):
+        LanguageModel(model).bind(Target(random_model()))
+
+
+TREE = TokenTree((31, 32, 33, 34, 35), (-1, 0, 0, -1, 3), (1, 2, 2, 1, 2), (1,) * 5)
+"""A with the children B and C, and beside it D with the child E."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b13_a_branching_tree_scores_every_branch_as_if_alone(tiny: Any, layout: Layout) -> None:
+    """Positions, mask and surviving cache rows of each branch are those of a separate forward."""
+    model = copy.deepcopy(tiny).double()
+    target = Target(model)
+
+    def alone(ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([list(ids)]), use_cache=False).logits[0, -1]
+
+    for node in (ROOT, *range(5)):
+        path = TREE.path_to(node)
+        cache = target.prefill(PROMPT)
+        logits = target.score(cache, PROMPT[-1], TREE, layout)
+        for each in (ROOT, *range(5)):
+            branch = [TREE.token_ids[n] for n in TREE.path_to(each)]
+            torch.testing.assert_close(logits[each + 1], alone([*PROMPT, *branch]), atol=1e-9, rtol=0)
+        cache.accept(path)
+        text = [*PROMPT, *(TREE.token_ids[n] for n in path), 40]
+        assert cache.length == len(text) - 1
+        again = target.score(cache, 40, TREE, layout)  # a second tree, behind what the first left
+        torch.testing.assert_close(again[0], alone(text), atol=1e-9, rtol=0)
+        torch.testing.assert_close(again[3], alone([*text, 31, 33]), atol=1e-9, rtol=0)
+
+
+def test_b13_whichever_branch_is_right_the_output_is_the_targets(tiny: Any) -> None:
+    """Three drafters that part at different depths; now one, now another is right; tree, rows and plain agree."""
+    base = plain_greedy(tiny, PROMPT, 40)
+    whole = [*PROMPT, *base]
+
+    def right_for(turn: int) -> Fake:
+        def say(context: Sequence[int]) -> list[int]:
+            tokens = whole[len(context) : len(context) + 4]
+            right = 4 if len(context) % 3 == turn else turn
+            return [token if i < right else (token + 1 + turn) % 128 for i, token in enumerate(tokens)]
+
+        return Fake(say, depth=4)
+
+    for layout in LAYOUTS:
+        trio = Ensemble({name: right_for(turn) for turn, name in enumerate("abc")})
+        new, steps = decode(tiny, trio, PROMPT, 40, layout=layout)
+        assert new == base
+        winners = {owners for step in steps for owners in step.token_owners if owners in (1, 2, 4)}
+        assert winners == {1, 2, 4}  # each branch was the accepted one, alone, at least once
+
+
+def test_b14_more_than_one_prompt_at_once_is_refused(tiny: Any) -> None:
+    """A batch is refused in one line, before anything runs."""
+    spec = specens.attach(tiny)
+    for shape in ((3, 5), (0, 5), (5,)):
+        with pytest.raises(UserError, match=r"\[1, seq\]"):
+            spec.generate(torch.full(shape, 7), max_new_tokens=3)
+
+
+def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_path: Path) -> None:
+    """Sampling options change the speculative text as they change plain text; unknown ones are refused, naming them."""
+    with pytest.raises(UserError, match="num_beams"):
+        merge_options(Target(tiny), None, num_beams=4)
+    with pytest.raises(UserError, match="num_return_sequences"):
+        merge_options(Target(tiny), None, num_return_sequences=2)
+
+    with pytest.raises(Exception, match="num_beams"):  # Hydra's own exception, one line at the command line
+        job("sampling.num_beams=4")
+    with pytest.raises(UserError, match="num_beams"):
+        job("+sampling.num_beams=4")
+    status = [json.loads(path.read_text())["status"] for path in tmp_path.rglob("summary.json")]
+    assert status == ["failed"]
+
+    model = random_model()
+    target = Target(model, byte_tokenizer())
+    spec = specens.attach(model, byte_tokenizer(), drafters=[NGram(), LanguageModel(random_model(seed=1))])
+    plain = specens.attach(model, byte_tokenizer(), drafters=[])
+    prompt = byte_tokenizer().encode("abcabcab")
+
+    def texts(**options: Any) -> tuple[int, ...]:
+        config = SamplingOptions(max_new_tokens=40, **{"temperature": 1.0, "eos_token_ids": [], **options})
+        drafted, alone = (
+            each.complete(prompt, config.generation_config(target), seed=0, prompt_key="p").output_ids
+            for each in (spec, plain)
+        )
+        assert drafted == alone
+        return drafted
+
+    free = texts()
+    options = (
+        {"temperature": 0.3},
+        {"top_k": 1},
+        {"top_p": 0.2},
+        {"min_p": 0.5},
+        {"repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"bad_words": [byte_tokenizer().decode([t]) for t in set(free) if 20 < t < 90]},
+    )
+    for option in options:
+        assert texts(**option) != free, option
+    assert texts(temperature=1.0, top_k=1) == texts(temperature=0.0)
+    assert len(set(texts(no_repeat_ngram_size=1))) == 40
+
+
+def test_b16_the_ngram_size_reaches_the_drafter(job: Job) -> None:
+    """Different n-gram settings are different runs, not one code path measured twice."""
+    words = (
+        "prompts=inline",
+        "prompts.texts=[abcdabceabcfabcd]",
+        "sampling.max_new_tokens=24",
+        "sampling.eos_token_ids=[]",
+    )
+    _, short = job(*words, "drafter.max_ngram=1")
+    _, long = job(*words, "drafter.max_ngram=5", "drafter.min_ngram=5")
+    assert outputs(short) == outputs(long)
+    assert short.drafts.num_drafted.sum() != long.drafts.num_drafted.sum()
+
+
+# C. Sampling
+
+
+def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probability() -> None:
+    """p = (.5, .3, .2) and the draft says token 1: accepted in .3 of the runs, and the law of the output stays p."""
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    tree = merge(Draft.chain([1]), Plan(1, 1))
+    logits = probs.log().expand(2, 3)
+    count, accepted, first = 20_000, 0, Counter()
+    for seed in range(count):
+        sampler = Sampler(noise=KeyedNoise(seed, "p"))
+        verdict = Coupled()(tree, sampler.pick_over([0], tree, logits))
+        accepted += len(verdict.path)
+        first[1 if verdict.path else verdict.target_token] += 1
+    assert accepted / count == pytest.approx(0.3, abs=0.012)  # 3.7 standard deviations
+    for token, p in enumerate((0.5, 0.3, 0.2)):
+        assert first[token] / count == pytest.approx(p, abs=0.013)
+
+
+A, B, C, D, E, F = range(1, 7)
+ROWS = {"ab": [A, B], "ac": [A, C], "ad": [A, D], "ef": [E, F]}
+
+
+def _a_or_e(prefix: Sequence[int]) -> list[float]:
+    """After the prompt A or E, half each; after those, any of the six."""
+    scores = [-50.0] * 8
+    for token in (A, E) if len(prefix) == 1 else range(1, 7):
+        scores[token] = 0.0
+    return scores
+
+
+def test_b20_several_drafters_do_not_bias_the_first_token() -> None:
+    """Three rows begin with A and one with E, the target gives half to each: A comes first in half of the runs."""
+    target = ScriptedTarget(_a_or_e, 8)
+    draft = Ensemble({name: Fake(lambda _, row=row: row) for name, row in ROWS.items()}).propose(
+        [0], Plan(2, 8, (Plan(2, 2),) * 4), Sampler()
+    )
+    tree = merge(draft, Plan(2, 8), ())
+    logits = target.score(target.prefill([0]), 0, tree, "tree")
+    count, first, lengths = 20_000, Counter(), Counter()
+    for seed in range(count):
+        verdict = Coupled()(tree, Sampler(noise=KeyedNoise(seed, "p")).pick_over([0], tree, logits))
+        emitted = [*(tree.token_ids[n] for n in verdict.path), verdict.target_token]
+        first[emitted[0]] += 1
+        lengths[len(verdict.path)] += 1
+    assert first[A] / count == pytest.approx(0.5, abs=0.014)  # 4 standard deviations
+    assert first[A] + first[E] == count
+    # A goes on to one of its three drafted children in half of its runs, E to its one in a sixth.
+    assert lengths[2] / count == pytest.approx(0.5 * 3 / 6 + 0.5 / 6, abs=0.014)
+
+
+def test_b20_neither_the_order_nor_a_copy_of_a_drafter_changes_the_text() -> None:
+    """For each seed all teams, and no team, give the same tokens."""
+    target = ScriptedTarget(_a_or_e, 8)
+
+    def text(names: Sequence[str], seed: int) -> list[int]:
+        members = {f"{name}{i}": Fake(lambda _, row=ROWS[name]: row) for i, name in enumerate(names)}
+        return decode(target, Ensemble(members), [0], 6, seed=seed)[0]
+
+    teams = (["ab", "ac", "ad", "ef"], ["ef", "ad", "ac", "ab"], ["ab", "ac", "ad", "ef", "ef", "ab"], ["ef"], [])
+    seen = set()
+    for seed in range(60):
+        (only,) = {tuple(text(names, seed)) for names in teams}
+        seen.add(only)
+    assert len(seen) > 50
+
+
+def test_b22_temperature_zero_is_greedy_and_nonsense_is_refused(tiny: Any) -> None:
+    """0 means argmax, also with sampling switched on; a tiny temperature gives no NaN; negative and NaN are refused."""
+    base = plain_greedy(tiny, PROMPT, 12)
+    spec = specens.attach(tiny, drafters=["ngram", tiny])
+    ids = torch.tensor([PROMPT])
+    for options in (
+        {"do_sample": True, "temperature": 0.0},
+        {"do_sample": True, "temperature": 1e-5},
+        {"do_sample": False},
+    ):
+        assert spec.generate(ids, max_new_tokens=12, **options)[0].tolist() == [*PROMPT, *base]
+    assert spec.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.0)[0].tolist() != [*PROMPT, *base]
+    for nonsense in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="temperature"):
+            spec.generate(ids, max_new_tokens=12, do_sample=True, temperature=nonsense)
+        with pytest.raises(UserError, match="temperature"):
+            SamplingOptions(temperature=nonsense)
+    target = Target(tiny, byte_tokenizer())
+    assert [SamplingOptions(temperature=t).generation_config(target).do_sample for t in (0.0, 0.7)] == [False, True]
+
+
+def test_b23_a_prompts_text_depends_on_its_seed_and_id_alone(
+    job: Job, jsonl: Callable[..., str], cache: Path, tmp_path: Path
+) -> None:
+    """Again, in another order, alone, with other drafters, in another process: the same sampled text per prompt id."""
+    rows = [{"id": name, "text": "aab aab aab"} for name in ("one", "two", "three")]
+    rows.append({"id": "four", "text": "another text"})
+    sampled = ("sampling.temperature=1", "sampling.max_new_tokens=12", "sampling.eos_token_ids=[]")
+
+    def texts(rows: Sequence[dict], *words: str) -> dict[str, list[int]]:
+        return outputs(job("prompts=jsonl", jsonl(*rows), *sampled, *words)[1])
+
+    first = texts(rows)
+    assert len({tuple(ids) for ids in first.values()}) == 4  # one text for three ids: not one stream for all
+    torch.manual_seed(1)
+    assert texts(rows) == first
+    assert texts(rows[::-1], "drafter=none", "baseline=false") == first
+    assert texts(rows[1:2], "drafter=oracle", "layout=rows") == {"two": first["two"]}
+    assert texts(rows[:1], "sampling.seed=1")["one"] != first["one"]
+
+    folder = tmp_path / "other-process"
+    words = ["model@target=tiny", "drafter=ngram", "tracker=none", "prompts.chat=false", "prompts=jsonl", jsonl(*rows)]
+    command = [sys.executable, "-m", "specens.run", *words, *sampled, f"hydra.run.dir={folder}"]
+    environment = {**os.environ, "SPECENS_CACHE": str(cache), "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert outputs(load(folder)) == first
+
+
+# D. Drafters, vocabularies, prompt edges
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b25_silence_is_not_token_zero(tiny: Any, layout: Layout) -> None:
+    """Without a match nothing is drafted or accepted, though the target wants token 0; padding is never accepted."""
+    silent = NGram(min_ngram=40, max_ngram=40)
+    new, steps = decode(ScriptedTarget(lambda _: 0), silent, [5, 6, 7], 20)
+    assert new == [0] * 20
+    assert all((s.num_nodes, s.num_accepted, s.num_emitted, s.members[0].num_drafted) == (0, 0, 1, 0) for s in steps)
+    new, steps = decode(ScriptedTarget(lambda _: 0), Ensemble({"silent": silent, "zero": Fixed([0])}), [5, 6, 7], 20)
+    assert new == [0] * 20
+    assert [step.num_accepted for step in steps] == [1] * 10
+    assert {step.token_owners for step in steps} == {(2, 0)}
+
+    # Rows of unequal length are padded: here with the very token that the target wants behind the short one.
+    base = plain_greedy(tiny, PROMPT, 24)
+    whole = [*PROMPT, *base]
+    short = Fake(lambda context: whole[len(context) : len(context) + 1], "short")
+    long = Fake(lambda context: [(whole[len(context)] + 1) % 128, 0, 0, 0, 0][: 5 if len(context) < 30 else 0], "long")
+    new, steps = decode(tiny, Ensemble({"short": short, "long": long}), PROMPT, 24, layout=layout)
+    assert new == base
+    assert max(step.num_accepted for step in steps) == 1
+    pad = [9] * 4  # a last token that the target repeats: padding repeats it too
+    ScriptedRows.check(pad, layout)
+
+
+class ScriptedRows:
+    """The rows layout pads with the last committed token; a target that repeats it must not get the padding for free."""
+
+    @staticmethod
+    def check(prompt: Sequence[int], layout: Layout) -> None:
+        model = random_model(vocab_size=16, max_position_embeddings=64)
+        with torch.no_grad():  # every position says what it reads
+            for parameter in model.model.layers.parameters():
+                parameter.zero_()
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        last = prompt[-1]
+        tree_of = Draft((last, 1, 1, 1), (-1, -1, 1, 2))
+        new, steps = decode(model, Fake(lambda _: tree_of, depth=3), prompt, 12, layout=layout)
+        assert new == [last] * 12
+        assert max(step.num_accepted for step in steps) == 1
+
+
+@pytest.mark.parametrize("kind", ["random", "constant", "period"])
+def test_b27_the_work_of_a_proposal_does_not_grow_with_the_prompt(kind: str) -> None:
+    """Neither Python steps nor memory of `propose` and `observe` depend on the length of the text."""
+    short, long = (_ngram_work(kind, length) for length in (1_000, 32_000))
+    assert long[0] <= 2 * short[0] + 50
+    assert long[1] <= 2 * short[1] + 16_384  # a copy of the long text alone would be 256 kB
+
+
+def _ngram_work(kind: str, length: int) -> tuple[int, int]:
+    """(lines executed, peak bytes allocated) of 20 steps."""
+    texts = {"random": lambda i: (i * i * 7919 + i // 7) % 50, "constant": lambda i: 7, "period": lambda i: i % 9}
+    ids = [texts[kind](i) for i in range(length)]
+    ngram = NGram(num_draft_tokens=5, num_continuations=4, max_ngram=5)
+    ngram.start(ids)
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            tracemalloc.reset_peak()
+            held = tracemalloc.get_traced_memory()[0]
+            sys.settrace(trace)
+            draft = ngram.propose(ids, Plan(5, 20), Sampler())
+            ngram.observe(_commit(draft.token_ids[:1] or (3,)))
+            sys.settrace(before)
+            peak = tracemalloc.get_traced_memory()[1] - held
+            if _ == 0:
+                peaks = []
+            else:
+                peaks.append(peak)
+    finally:
+        sys.settrace(before)
+        tracemalloc.stop()
+    return lines, sorted(peaks)[len(peaks) // 2]
+
+
+def _commit(token_ids: Sequence[int]) -> Any:
+    from specens.decoding.types import Commit
+
+    return Commit((), tuple(token_ids))
+
+
+def test_b29_nothing_is_left_over_from_earlier_prompts_or_runs(job: Job) -> None:
+    """The same prompt again, in a run or in the next run, is drafted and accepted alike; so it is in another order."""
+    words = ("prompts=inline", "sampling.max_new_tokens=24", "sampling.eos_token_ids=[]", "baseline=false")
+    team = ("drafter=ensemble", "drafter@drafter.members.quantized=lm", "model@drafter.members.quantized.model=tiny")
+
+    def counts(texts: str) -> list[list[tuple[int, ...]]]:
+        _, loaded = job(*words, *team, f"prompts.texts={texts}")
+        columns = ["step", "num_drafted", "num_verified", "num_matched"]
+        groups = loaded.drafts.groupby("prompt_id", sort=True)
+        return [[tuple(row) for row in group[columns].to_numpy().tolist()] for _, group in groups]
+
+    twice = counts("[abcabcab,abcabcab]")
+    assert twice[0] == twice[1]
+    assert sum(row[1] for row in twice[0])
+    other, same = counts("[xyzxyz,abcabcab]")
+    assert same == twice[0]
+    assert counts("[abcabcab,xyzxyz]") == [same, other]
+
+
+@pytest.mark.parametrize("vocab_size", [120, 136])
+def test_b31_padded_and_shortened_vocabularies_draft_and_stay_lossless(tiny: Any, vocab_size: int) -> None:
+    """A drafter of the same tokenizer with more or fewer embedding rows: lossless greedy and sampling, good acceptance."""
+    small = resized(tiny, vocab_size)
+    base = plain_greedy(tiny, PROMPT, 40)
+    new, steps = decode(tiny, LanguageModel(small), PROMPT, 40)
+    assert new == base
+    assert all(0 <= token < 128 for step in steps for token in step.token_ids)
+    if vocab_size > 128:
+        assert all(step.num_accepted == step.num_nodes for step in steps)  # same weights where the target has ids
+    rates = []
+    for seed in range(4):
+        plain, _ = decode(tiny, NoDrafter(), PROMPT, 30, seed=seed)
+        new, steps = decode(tiny, LanguageModel(small), PROMPT, 30, seed=seed)
+        assert new == plain
+        rates.append(sum(step.num_accepted for step in steps) / max(sum(step.num_nodes for step in steps), 1))
+    assert max(rates) > 0.5
+    beyond = [126, 127, 126]  # ids that the short one does not know
+    new, steps = decode(tiny, LanguageModel(small), beyond, 10)
+    assert new == plain_greedy(tiny, beyond, 10)
+
+
+def test_b31_the_command_line_takes_a_padded_drafter(job: Job) -> None:
+    """Same tokenizer, embeddings padded to another size: no refusal, identical output."""
+    words = ("drafter=lm", "model@drafter.model=tiny", "+drafter.model.source.config.vocab_size=280", "prompts.limit=1")
+    summary, loaded = job(*words, "sampling.max_new_tokens=8")
+    assert loaded.prompts.is_identical.tolist() == [True]
+    assert summary["drafters"]["lm"]["num_drafted"] > 0
+
+
+def test_b32_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    """Sizes prove nothing: ids that mean other strings are refused when the drafter meets the target, by name."""
+    target = Target(random_model(), byte_tokenizer())
+    folder = tmp_path / "other"
+    random_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    LanguageModel(ModelSpec(str(folder), device="cpu")).bind(target)  # the same tokenizer, from a file: fine
+
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"small.*tokenizer.*differs"):
+        LanguageModel(ModelSpec(str(folder), device="cpu"), name="small").bind(target)
+
+
+def test_b34_prompts_at_the_end_of_the_context(job: Job, jsonl: Callable[..., str]) -> None:
+    """Too long a prompt is one row with both numbers and the next ones run; a text ends where the context ends."""
+    lengths = (200, 127, 128, 100)
+    rows = [{"id": str(n), "prompt_ids": [3 + i * 7 % 200 for i in range(n)]} for n in lengths]
+    words = (
+        "+target.source.config.max_position_embeddings=128",
+        "sampling.max_new_tokens=60",
+        "sampling.eos_token_ids=[]",
+    )
+    summary, loaded = job(*words, "prompts=jsonl", jsonl(*rows), "drafter=oracle")
+    table = loaded.prompts.set_index("prompt_id")
+    assert all(number in table.error["200"] for number in ("200", "128"))
+    assert "128" in table.error["128"]
+    assert (len(table.output_ids["127"]), len(table.output_ids["100"])) == (1, 28)
+    assert table.finish_reason[["127", "100"]].tolist() == ["context", "context"]
+    assert table.is_identical[["127", "100"]].tolist() == [True, True]
+    assert (summary["num_failed"], summary["num_identical"], summary["status"]) == (2, 2, "finished")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b34_no_row_is_computed_past_a_context(tiny: Any, layout: Layout) -> None:
+    """Neither the target's verification nor a drafter with a shorter context ever reaches behind its last position."""
+    prompt = [3 + i * 7 % 120 for i in range(100)]
+    target, small = copy.deepcopy(tiny), random_model(vocab_size=128, max_position_embeddings=112, seed=1)
+    reached: dict[str, int] = {"target": 0, "small": 0}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            end = kwargs["cache"].get_seq_length() + ids.shape[1]
+            positions = kwargs.get("position_ids")
+            reached[name] = max(reached[name], end if positions is None else int(positions.max()) + 1)
+
+        return hook
+
+    base = plain_greedy(target, prompt, 28)
+    target.register_forward_pre_hook(watch("target"), with_kwargs=True)
+    small.register_forward_pre_hook(watch("small"), with_kwargs=True)
+    careless = Fake(lambda context: Draft.chain([*base, *[9] * 40][len(context) - 100 :][:8]), "careless")
+    team = Ensemble({"careless": careless, "small": LanguageModel(small)})
+    new, steps = decode(target, team, prompt, 60, layout=layout)
+    assert new == base and steps[-1].finish_reason == "context"
+    assert reached == {"target": 127, "small": reached["small"]}  # the last token need not be fed
+    assert 100 < reached["small"] <= 112
+    assert any(step.members[1].num_drafted for step in steps)
+
+
+def test_b35_special_tokens_in_a_prompt_are_tokens(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One BOS; an EOS or a padding token inside the prompt hides and ends nothing; drafters and target get the same ids."""
+    given: list[list[int]] = []
+    start = NGram.start
+
+    def spy(self: NGram, prompt_ids: Sequence[int]) -> None:
+        given.append(list(prompt_ids))
+        start(self, prompt_ids)
+
+    monkeypatch.setattr(NGram, "start", spy)
+    words = ("prompts=inline", "prompts.texts=['<s>hi','a</s>b<pad>c</s>']", "sampling.max_new_tokens=12")
+    _, loaded = job(*words, "sampling.eos_token_ids=[]")
+    byte = {character: byte_tokenizer().convert_tokens_to_ids(character) for character in "hiabc"}
+    ids = [list(row) for row in loaded.prompts.prompt_ids]
+    assert ids == [[0, byte["h"], byte["i"]], [byte["a"], 1, byte["b"], 2, byte["c"], 1]]
+    assert all(each in given for each in ids)
+    model = random_model()
+    for row in loaded.prompts.itertuples():
+        assert list(row.output_ids) == plain_greedy(model, list(row.prompt_ids), 12)
+        assert row.is_identical
+
+
+# F. Counting and timing
+
+
+def test_b40_only_the_leading_run_is_accepted() -> None:
+    """Agreement at (1, 0, 1) and (1, 1, 1): four of six drafted tokens are accepted, six are emitted."""
+
+    def say(context: Sequence[int]) -> list[int]:
+        one, two, three = ups(context, 3)
+        return [one, 99, three] if len(context) == 1 else [one, two, three]
+
+    new, steps = decode(ScriptedTarget(count_up), Fake(say, depth=3), [3], 6)
+    result = numbers(steps, new)
+    assert [step.num_accepted for step in steps] == [1, 3]
+    assert (result["num_verified"], result["num_accepted"], result["num_emitted"]) == (6, 4, 6)
+    assert result["acceptance_rate"] == pytest.approx(4 / 6)
+    assert result["drafters"]["fake"]["acceptance_rate"] == pytest.approx(4 / 6)
+
+
+def test_b40_published_counts_come_out_of_the_loop() -> None:
+    """87 drafts, 259 drafted, 70, 55 and 42 accepted by position: rate .6448, length 2.92. And 129 drafts of three."""
+    depths = [0] * 17 + [1] * 15 + [2] * 13 + [3] * 42
+
+    def result(matched: list[int], lengths: list[int]) -> dict[str, Any]:
+        turns = iter(zip(matched, lengths, strict=True))
+
+        def say(context: Sequence[int]) -> list[int]:
+            right, length = next(turns)
+            return [token if i < right else 127 for i, token in enumerate(ups(context, length))]
+
+        target = ScriptedTarget(lambda prefix: prefix[-1] % 100 + 1)
+        count = sum(matched) + len(matched)
+        # The script wraps at 100, so the drafter speaks it too.
+        fake = Fake(lambda context: [t if t == 127 else (t - 1) % 100 + 1 for t in say(context)], depth=3)
+        new, steps = decode(target, fake, [1], count)
+        assert len(new) == count and len(steps) == len(matched)
+        return numbers(steps, new)
+
+    first = result(depths, [2, 2] + [3] * 85)["drafters"]["fake"] | result(depths, [2, 2] + [3] * 85)
+    assert (first["num_verified"], first["num_accepted"], first["num_steps"]) == (259, 167, 87)
+    assert first["acceptance_rate"] == pytest.approx(0.6448, abs=5e-5)
+    assert first["acceptance_length"] == pytest.approx(2.92, abs=5e-3)
+    by_depth = first["drafters"]["fake"]["acceptance_by_depth"]
+    assert by_depth == pytest.approx([70 / 87, 55 / 70, 42 / 55])
+    assert [by_depth[0], by_depth[0] * by_depth[1]] == pytest.approx([0.805, 0.632], abs=5e-4)
+    second = result([3] * 21 + [2] * 43 + [1] + [0] * 63 + [0], [3] * 129)
+    assert (second["num_verified"], second["num_accepted"]) == (387, 150)
+    assert second["acceptance_rate"] == pytest.approx(0.388, abs=5e-4)
+    assert second["acceptance_length"] == pytest.approx(2.16, abs=5e-3)
+
+
+def test_b42_nothing_verified_has_no_rate(job: Job) -> None:
+    """A drafter that never finds a match has an empty rate, and the run ends well."""
+    summary, loaded = job(
+        "prompts.limit=1", "drafter.min_ngram=400", "drafter.max_ngram=400", "sampling.max_new_tokens=6"
+    )
+    drafter = summary["drafters"]["ngram"]
+    assert (summary["status"], summary["acceptance_rate"], drafter["acceptance_rate"]) == ("finished", None, None)
+    assert (drafter["silent_rate"], drafter["num_drafted"], drafter["win_rate"]) == (1.0, 0, 0.0)
+    stored = json.loads((loaded.folders[0] / "summary.json").read_text())
+    assert stored["acceptance_rate"] is None
+    assert stored["drafters"]["ngram"]["tokens_per_draft_s"] in (None, 0.0)
+
+
+def test_b42_proposed_verified_and_accepted_are_counted_apart() -> None:
+    """Pruned nodes are proposed and not verified; short last rounds, and tokens trimmed after a stop, count as they were."""
+    target = ScriptedTarget(count_up)
+    half = Fake(lambda context: [*ups(context, 2), 99, 99], "half", depth=4)
+    new, steps = decode(target, half, [3], 10, budget=FixedBudget(max_nodes=3))
+    result = numbers(steps, new)
+    member = result["drafters"]["half"]
+    # Three tokens a step; ten wanted: 4, 4, 4 and (nothing to draft) 0 proposed, 3, 3, 3 and 0 verified.
+    assert [step.num_emitted for step in steps] == [3, 3, 3, 1]
+    assert [step.members[0].num_drafted for step in steps] == [4, 4, 3, 0]
+    assert [step.num_nodes for step in steps] == [3, 3, 3, 0]
+    assert (member["num_drafted"], member["num_verified"], member["num_accepted"]) == (11, 9, 6)
+    assert member["acceptance_rate"] == result["acceptance_rate"] == pytest.approx(6 / 9)
+
+    new, steps = decode(target, Fake(lambda context: ups(context, 4), depth=4), [3], 50, eos=[11])
+    result = numbers(steps, new)
+    assert new == list(range(4, 12))
+    assert result["num_emitted"] == len(new) == result["num_accepted"] + result["num_steps"] - result["num_trimmed"]
+    assert (
+        result["num_trimmed"] == 1
+    )  # 4..8, then 9, 10, 11 of which the last is accepted: no token of the target's own
+    assert result["num_accepted"] == 7
+
+
+def test_b43_ties_are_shared_and_the_order_decides_nothing() -> None:
+    """Two equal oracles win half each, swapped or not; rounds without an accepted token have no winner."""
+    target = ScriptedTarget(count_up)
+
+    def right(count: int) -> Callable[[Sequence[int]], list[int]]:
+        return lambda context: [*ups(context, count), 99] if len(context) % 4 else [99]
+
+    def table(**says: Any) -> dict[str, Any]:
+        members = {name: Fake(say, name, depth=4) for name, say in says.items()}
+        new, steps = decode(target, Ensemble(members), [3], 40)
+        assert new == ups([3], 40)
+        assert all(step.num_emitted >= 1 for step in steps)
+        assert any(step.num_accepted == 0 for step in steps)
+        return numbers(steps, new)
+
+    ab, ba = table(a=right(2), b=right(2)), table(b=right(2), a=right(2))
+    for result in (ab, ba):
+        wins = {name: each["win_rate"] for name, each in result["drafters"].items()}
+        assert wins["a"] == wins["b"] > 0
+        assert sum(wins.values()) + result["no_win_rate"] == pytest.approx(1.0)
+        assert all(each["sole_win_rate"] == 0 and each["marginal"] == 0 for each in result["drafters"].values())
+
+    long_last, long_first = table(a=right(1), b=right(3)), table(b=right(3), a=right(1))
+    for result in (long_last, long_first):
+        assert result["drafters"]["a"]["win_rate"] == 0
+        assert result["drafters"]["b"]["sole_win_rate"] == pytest.approx(1 - result["no_win_rate"])
+    free = ("draft_ms_per_step", "tokens_per_draft_s")
+    for one, other in ((ab, ba), (long_last, long_first)):
+        for name in "ab":
+            mine, its = ({k: v for k, v in each["drafters"][name].items() if k not in free} for each in (one, other))
+            assert mine == its
+
+
+def test_b43_a_member_without_drafters_takes_no_credit_from_the_others() -> None:
+    """A team with "no drafter" in it credits the other members as if it were not there."""
+    target = ScriptedTarget(count_up)
+    for members in (("nobody", "a"), ("a", "nobody")):
+        team: dict[str, Any] = {"nobody": NoDrafter(), "a": Fake(lambda context: ups(context, 3), depth=3)}
+        new, steps = decode(target, Ensemble({name: team[name] for name in members}), [3], 12)
+        assert new == ups([3], 12)
+        assert numbers(steps, new)["drafters"]["a"]["win_rate"] == 1.0
+        assert {step.token_owners for step in steps} == {(1, 1, 1, 0)}
+
+
+SLOW_S = 0.4
+
+
+def _slow_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first proposal of a job is slow, as the first use of a kernel is."""
+    propose, cold = NGram.propose, [True]
+
+    def slow(self: NGram, *arguments: Any) -> Draft:
+        if cold:
+            time.sleep(SLOW_S * cold.pop())
+        return propose(self, *arguments)
+
+    monkeypatch.setattr(NGram, "propose", slow)
+
+
+def test_b44_prefill_and_warm_up_are_not_decoding_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow start of a prompt is prefill, a slow first call is warm-up; the steps' times are the decoding time."""
+    start = NGram.start
+
+    def slow_start(self: NGram, prompt_ids: Sequence[int]) -> None:
+        time.sleep(SLOW_S if len(prompt_ids) else 0)
+        start(self, prompt_ids)
+
+    monkeypatch.setattr(NGram, "start", slow_start)
+    _slow_first_call(monkeypatch)
+    summary, loaded = job("prompts.limit=2", "sampling.max_new_tokens=6", "sampling.eos_token_ids=[]")
+    prompts, steps = loaded.prompts, loaded.steps
+    assert (prompts.prefill_s >= SLOW_S).all()
+    assert (prompts.decode_s < SLOW_S).all() and (prompts.baseline_decode_s < SLOW_S).all()
+    per_prompt = steps.groupby("prompt_id", sort=False)[["draft_ms", "verify_ms", "host_ms"]].sum().sum(axis=1) / 1e3
+    assert prompts.decode_s.tolist() == pytest.approx(per_prompt.tolist())
+    assert set(steps.prompt_id) == set(prompts.prompt_id)  # the warm-up left no rows
+    assert steps.groupby("prompt_id").num_emitted.sum().tolist() == [6, 6]
+    assert summary["tokens_per_s"] == pytest.approx(12 / prompts.decode_s.sum())
+
+
+def test_b44_a_first_prompt_that_fails_does_not_cost_the_warm_up(
+    job: Job, jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt is refused; the one after it is timed warm all the same."""
+    _slow_first_call(monkeypatch)
+    rows = jsonl({"prompt_ids": [5] * 600}, {"prompt_ids": [5, 6, 7]})
+    _, loaded = job("prompts=jsonl", rows, "sampling.max_new_tokens=6")
+    assert loaded.prompts.error.notna().tolist() == [True, False]
+    assert loaded.prompts.decode_s.iloc[1] < SLOW_S
+
+
+def test_b44_what_a_reader_does_between_steps_is_not_timed() -> None:
+    """A slow streamer or screen is no part of a step; a slow drafter and a slow target are, each under its own name."""
+    target = ScriptedTarget(lambda prefix: time.sleep(0.03) or count_up(prefix))
+    drafter = Fake(lambda context: time.sleep(0.02) or [99], depth=2)
+    decoder = Decoder(target, drafter, FixedBudget(), Coupled())  # pyright: ignore
+    records = decoder.decode([3], Sampler(), StopRules(4))
+    next(records)
+    begin = time.perf_counter()
+    steps = []
+    for step in records:
+        steps.append(step)
+        time.sleep(0.1)
+    assert isinstance(steps[0], StepRecord)
+    total = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
+    assert total <= time.perf_counter() - begin - 0.1 * len(steps) + 1e-3
+    assert steps[0].draft_ms >= 20 and steps[0].members[0].draft_ms >= 20
+    assert steps[0].verify_ms >= 60  # the root and one node
+    assert steps[0].host_ms < 20

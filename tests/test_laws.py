@@ -1,0 +1,286 @@
+"""The laws: what holds for every drafter, every layout and every budget.
+
+Each law runs over the whole table of teams below. A new drafter, layout or budget gets a line in the tables, not a law of its
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import Fake, decode, plain_greedy, text_drafter
+
+from specens.analysis.metrics import summarise
+from specens.decoding.budget import FixedBudget, PriorityBudget
+from specens.decoding.cache import KVCache
+from specens.decoding.loop import Decoder
+from specens.decoding.sampling import KeyedNoise, Sampler
+from specens.decoding.stopping import StopRules
+from specens.decoding.target import LAYOUTS, Target
+from specens.decoding.types import Draft, TokenTree
+from specens.decoding.verify import Coupled
+from specens.drafters.ensemble import Ensemble
+from specens.drafters.lm import LanguageModel
+from specens.drafters.ngram import NGram
+from specens.drafters.none import NoDrafter
+from specens.drafters.scripted import Fixed, Oracle, Replayed
+from specens.models import TargetCopy
+from specens.records import PromptRecord, frames_of
+from specens.tiny import random_model
+
+pytestmark = pytest.mark.laws
+
+PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [100], [9, 3, 9, 3, 9, 3, 44, 12, 9])
+COUNT = 16
+SEEDS = (None, 7)
+BUDGETS = {
+    "fixed": FixedBudget(),
+    "fixed3": FixedBudget(max_nodes=3),
+    "fixed0": FixedBudget(max_nodes=0),
+    "priority": PriorityBudget(max_nodes=6),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    # A head that is sharper than its own: greedy text repeats itself now and then, so that n-grams are found.
+    return random_model(vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return random_model(vocab_size=128, max_position_embeddings=256, seed=9)
+
+
+def bushy(context):
+    """A tree with branches, duplicates of siblings and a repeated path."""
+    last = context[-1]
+    return Draft((last, last, 5, 6, 7, last, 5), (-1, -1, 0, 1, 2, -1, 5))
+
+
+def team(name: str, model, other):
+    """One drafter of each kind, and ensembles of them."""
+    plain = {
+        "none": lambda: NoDrafter(),
+        "ngram": lambda: NGram(6, num_continuations=3),
+        "lm": lambda: LanguageModel(other, 3),
+        "same": lambda: LanguageModel(model, 3, name="same"),
+        "quantized": lambda: LanguageModel(TargetCopy("nf4"), 2, name="quantized"),
+        "oracle": lambda: Oracle(5),
+        "wrong": lambda: Oracle(5, wrong=True),
+        "fixed": lambda: Fixed([5, 6, 7, 8, 5], [-1, 0, 1, -1, 3]),
+        "replayed": lambda: Replayed({tuple(p): plain_greedy(model, p, COUNT) for p in PROMPTS}),
+        "bushy": lambda: Fake(bushy, "bushy"),
+        "silent": lambda: Fake(lambda context: [], "silent"),
+    }
+    if name in plain:
+        return plain[name]()
+    return Ensemble({member.replace("/", "_"): team(member.rstrip("2"), model, other) for member in name.split("+")})
+
+
+TEAMS = (
+    "none",
+    "ngram",
+    "lm",
+    "same",
+    "quantized",
+    "oracle",
+    "wrong",
+    "fixed",
+    "replayed",
+    "bushy",
+    "silent",
+    "ngram+same",
+    "silent+wrong+ngram+lm+oracle",
+    "bushy+bushy2+ngram",
+)
+
+
+def run(target, drafter, prompt, *, layout="tree", budget="fixed", seed=None):
+    return decode(target, drafter, prompt, COUNT, layout=layout, budget=BUDGETS[budget], seed=seed)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """What the target alone says, for each prompt and seed."""
+    target = Target(model)
+    return {(tuple(p), seed): run(target, NoDrafter(), p, seed=seed)[0] for p in PROMPTS for seed in SEEDS}
+
+
+def test_plain_decoding_is_the_models_own_greedy(model, plain):
+    for prompt in PROMPTS:
+        assert plain[tuple(prompt), None] == plain_greedy(model, prompt, COUNT)
+
+
+def test_plain_sampling_depends_on_the_seed_and_follows_no_argmax(plain):
+    for prompt in PROMPTS:
+        assert len({tuple(plain[tuple(prompt), seed]) for seed in SEEDS}) == len(SEEDS)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TEAMS)
+def test_law_1_3_5_output_is_plain_decodings_and_every_token_is_accounted_for(model, other, plain, name, layout, budget):
+    target, drafter = Target(model), team(name, model, other)
+    results = []
+    for prompt, seed in itertools.product(PROMPTS, SEEDS):
+        output, steps = run(target, drafter, prompt, layout=layout, budget=budget, seed=seed)
+        assert output == plain[tuple(prompt), seed], f"prompt {prompt}, seed {seed}"
+        assert len(output) == sum(step.num_accepted for step in steps) + len(steps), "nothing is trimmed here"
+        assert all(step.num_nodes <= BUDGETS[budget].max_nodes for step in steps)
+        results.append((PromptRecord(f"{prompt} {seed}", output_ids=output, decode_s=1.0, prefill_s=0.0), steps))
+    _accounts_balance(*frames_of(results))
+
+
+def _accounts_balance(prompts, steps, drafts):
+    summary = summarise(prompts, steps, drafts)
+    assert summary["num_emitted"] == summary["num_accepted"] + summary["num_steps"] - summary["num_trimmed"]
+    assert summary["num_emitted"] == sum(map(len, prompts["output_ids"]))
+    accepted = steps.set_index(["prompt_id", "step"])["num_accepted"]
+    if len(drafts):
+        shares = drafts.groupby(["prompt_id", "step"])[["token_share", "win"]].sum()
+        assert (shares["token_share"] - accepted).abs().max() < 1e-9
+        assert (shares["win"] - (accepted > 0)).abs().max() < 1e-9
+        wins = sum(numbers["win_rate"] for numbers in summary["drafters"].values())
+        assert wins + summary["no_win_rate"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_law_1_a_text_that_ends_inside_a_block_ends_like_plain_decoding(model, other, layout):
+    target = Target(model)
+    text = plain_greedy(model, PROMPTS[0], COUNT)
+    for name, place in itertools.product(("oracle", "ngram+same", "bushy"), range(8)):
+        eos = text[place]
+        output, steps = decode(target, team(name, model, other), PROMPTS[0], COUNT, layout=layout, eos=[eos])
+        assert output == text[: text.index(eos) + 1]
+        trimmed = sum(step.num_accepted + 1 - step.num_emitted for step in steps)
+        assert trimmed in (0, 1) and len(output) == sum(s.num_accepted for s in steps) + len(steps) - trimmed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_law_4_company_never_changes_the_output_and_order_only_permutes_the_table(model, other, plain, seed):
+    target, prompt = Target(model), PROMPTS[0]
+    members = ("ngram", "same", "wrong", "silent", "bushy")
+    tables = {}
+    for order in (members, members[::-1], members[2:] + members[:2]):
+        output, steps = run(target, team("+".join(order), model, other), prompt, seed=seed)
+        assert output == plain[tuple(prompt), seed]
+        frames = frames_of([(PromptRecord("p", output_ids=output, decode_s=1.0, prefill_s=0.0), steps)])
+        table = summarise(*frames)["drafters"]
+        tables[order] = {
+            name: {key: value for key, value in table[name].items() if not key.endswith(("_ms_per_step", "_draft_s"))}
+            for name in members
+        }
+    assert len({str(table) for table in tables.values()}) == 1
+
+
+def test_law_4_a_copy_of_a_drafter_halves_its_wins(model, other):
+    target = Target(model)
+    _, alone = run(target, team("oracle", model, other), PROMPTS[0])
+    output, steps = run(target, team("oracle+oracle2", model, other), PROMPTS[0])
+    assert [step.num_accepted for step in steps] == [step.num_accepted for step in alone]
+    summary = summarise(*frames_of([(PromptRecord("p", output_ids=output, decode_s=1.0, prefill_s=0.0), steps)]))
+    first, second = summary["drafters"].values()
+    assert first["win_rate"] == second["win_rate"] == pytest.approx((1 - summary["no_win_rate"]) / 2)
+    assert first["win_rate"] > 0 and first["sole_win_rate"] == 0
+
+
+def test_a_better_team_never_takes_more_steps(model, other):
+    target = Target(model)
+    for prompt in PROMPTS:
+        counts = [len(run(target, team(name, model, other), prompt)[1]) for name in ("none", "ngram", "ngram+oracle")]
+        assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout):
+    """After every step: one position less than committed, and the next scores equal those of the whole text (float64)."""
+    double = random_model(vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3, attn_implementation="sdpa")
+    target = Target(double.double())
+    for name in ("bushy+ngram", "silent+wrong+ngram+oracle", "oracle"):
+        checked = _decode_checking_cache(target, team(name, target.model, other), PROMPTS[2], layout)
+        assert checked > 3
+
+
+def _decode_checking_cache(target, drafter, prompt, layout) -> int:
+    caches: list[KVCache] = []
+    prefill = target.prefill
+    target.prefill = lambda ids: caches.append(prefill(ids)) or caches[0] if not caches else prefill(ids)
+    drafter.bind(target)
+    decoder = Decoder(target, drafter, FixedBudget(), Coupled(), layout)
+    steps = decoder.decode(prompt, Sampler(), StopRules(len(prompt) + COUNT))
+    next(steps)
+    ids, checked = list(prompt), 0
+    for step in steps:
+        ids += step.token_ids
+        cache = caches[0]
+        assert cache.length == len(ids) - 1
+        scores = target.score(cache, ids[-1], TokenTree(), layout)[0]
+        cache.accept(())
+        cache.rollback(len(ids) - 1)
+        fresh = target.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        assert (scores - fresh).abs().max() < 1e-10
+        checked += 1
+    del target.prefill
+    return checked
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_law_8_a_drafter_with_the_targets_weights_is_always_right_also_while_others_win(model, other, layout, seed):
+    output, steps = run(Target(model), team("same", model, other), PROMPTS[0], layout=layout, seed=seed)
+    assert all(step.num_accepted == step.num_nodes for step in steps)
+
+    longer = {"same": LanguageModel(model, 2, name="same"), "oracle": Oracle(5), "ngram": NGram(6)}
+    _, steps = run(Target(model), Ensemble(longer), PROMPTS[0], layout=layout, seed=seed)
+    same = [next(m for m in step.members if m.drafter == "same") for step in steps]
+    assert all(m.num_matched == m.num_drafted for m in same)
+    assert any(step.num_accepted > m.num_matched for step, m in zip(steps, same, strict=True)), "the oracle won some"
+
+
+def test_law_8_also_when_it_was_not_asked_for_some_steps(model):
+    """Under `priority` the model drafter idles while n-grams are found, and must not come back stale."""
+    repeat = Fake(lambda context: [] if len(context) % 3 else [1, 2, 3], "sometimes")
+    members = {"sometimes": repeat, "same": LanguageModel(model, 3, name="same")}
+    _, steps = run(Target(model), Ensemble(members), PROMPTS[0], budget="priority")
+    asked = [m for step in steps for m in step.members if m.drafter == "same" and m.num_drafted]
+    assert len(asked) > 2 and len(asked) < len(steps)
+    assert all(m.num_matched == m.num_drafted for m in asked)
+
+
+def test_law_9_a_prompts_output_and_counts_do_not_depend_on_what_ran_before(model, other):
+    target = Target(model)
+    drafter = team("ngram+lm+oracle", model, other)
+
+    def counts(order):
+        found = {}
+        for prompt in order:
+            output, steps = run(target, drafter, prompt, seed=1)
+            found[tuple(prompt)] = (output, [(s.num_nodes, s.num_accepted) for s in steps])
+        return found
+
+    forwards, backwards = counts(PROMPTS), counts(PROMPTS[::-1])
+    alone = {tuple(p): counts([p])[tuple(p)] for p in PROMPTS}
+    again = counts([PROMPTS[1], PROMPTS[1], PROMPTS[0], PROMPTS[2]])
+    assert forwards == backwards == alone == again
+
+
+def test_keyed_noise_is_a_function_of_seed_prompt_and_position_only():
+    noise = KeyedNoise(3, "a")
+    first = noise.log_exponential(10, 50).clone()
+    noise.log_exponential(11, 50)
+    assert torch.equal(noise.log_exponential(10, 50), first)
+    assert torch.equal(KeyedNoise(3, "a").log_exponential(10, 20), first[:20]), "a shorter vocabulary gets a prefix"
+    for different in (KeyedNoise(4, "a"), KeyedNoise(3, "b")):
+        assert not torch.equal(different.log_exponential(10, 50), first)
+    assert not torch.equal(noise.log_exponential(11, 50), first)
+
+
+def test_keyed_noise_is_exponential_with_mean_one():
+    sample = torch.cat([KeyedNoise(0, "law").log_exponential(t, 1000) for t in range(100)]).exp()
+    assert abs(float(sample.mean()) - 1) < 0.015 and abs(float(sample.var()) - 1) < 0.05
+    grid = torch.linspace(0.05, 5, 40, dtype=torch.float64)
+    empirical = (sample[None] <= grid[:, None]).double().mean(1)
+    assert float((empirical - (1 - (-grid).exp())).abs().max()) < 0.007  # Kolmogorov-Smirnov at 1e-4 for 1e5 draws

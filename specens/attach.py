@@ -1,8 +1,8 @@
 """As a library: several drafters plugged into any model, in three lines.
 
-    spec = specens.attach(model, tokenizer, drafters=["ngram", small_model])
-    out = spec.generate(input_ids, max_new_tokens=64)
-    spec.stats
+spec = specens.attach(model, tokenizer, drafters=["ngram", small_model])
+out = spec.generate(input_ids, max_new_tokens=64)
+spec.stats
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Speculator:
         ids = input_ids if input_ids is not None else inputs
         if ids is None or ids.dim() != 2 or ids.shape[0] != 1:
             shape = None if ids is None else tuple(ids.shape)
-            raise UserError(f"input_ids must have shape [1, seq], got {shape}; decode the prompts of a batch one by one")
+            raise UserError(
+                f"input_ids must have shape [1, seq], got {shape}; decode the prompts of a batch one by one"
+            )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; strip the padding instead")
         config = merge_options(self.target, generation_config, **options)
@@ -113,12 +115,14 @@ class Speculator:
             config,
             seed=self.seed if seed is None else seed,
             prompt_key=",".join(map(str, prompt_ids)),
-            on_step=None if streamer is None else lambda step: [streamer.put(torch.tensor([t])) for t in step.token_ids],
+            on_step=None
+            if streamer is None
+            else lambda step: [streamer.put(torch.tensor([t])) for t in step.token_ids],
         )
         if streamer is not None:
             streamer.end()
         self._done.append(done)
-        sequences = torch.cat([ids, torch.tensor([done.output_ids], dtype=ids.dtype, device=ids.device)], dim=-1)
+        sequences: Any = torch.cat([ids, torch.tensor([done.output_ids], dtype=ids.dtype, device=ids.device)], dim=-1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
     @property
@@ -175,7 +179,9 @@ def _ensemble(drafters: Any) -> Drafter:
         drafter = _drafter(entry, "lm")
         name = entry if isinstance(entry, str) else drafter.members[0].name if drafter.members else "none"
         if name in members:
-            raise UserError(f"two drafters are called {name!r}; pass a mapping with a name for each: drafters={{'a': ..., 'b': ...}}")
+            raise UserError(
+                f"two drafters are called {name!r}; pass a mapping with a name for each: drafters={{'a': ..., 'b': ...}}"
+            )
         members[name] = drafter
     return Ensemble(members)
 
@@ -189,4 +195,6 @@ def _drafter(entry: Any, name: str) -> Drafter:
         return LanguageModel(entry, name=name)
     if isinstance(entry, Drafter):
         return entry
-    raise UserError(f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {entry!r}")
+    raise UserError(
+        f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {entry!r}"
+    )

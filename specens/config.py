@@ -23,7 +23,9 @@ _HERE = Path(__file__).resolve().parent
 CONF_DIR = str(_HERE / "conf" if (_HERE / "conf" / "config.yaml").is_file() else _HERE.parent / "conf")
 
 # A run folder's name must be unique also when two runs start in the same second.
-OmegaConf.register_new_resolver("specens_id", lambda: f"{os.getpid()}-{uuid.uuid4().hex[:6]}", use_cache=True, replace=True)
+OmegaConf.register_new_resolver(
+    "specens_id", lambda: f"{os.getpid()}-{uuid.uuid4().hex[:6]}", use_cache=True, replace=True
+)
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -71,4 +73,3 @@ def _check_targets(value: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-

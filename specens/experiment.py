@@ -183,9 +183,7 @@ class Session:
         except Exception as failure:  # the other prompts must go on, whatever it is
             return replace(record, error=f"{type(failure).__name__}: {failure}"), ()
 
-    def _decode(
-        self, prompt: Prompt, record: PromptRecord, label: str
-    ) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
+    def _decode(self, prompt: Prompt, record: PromptRecord, label: str) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
         baseline: Completion | None = None
         first = int(prompt.token_ids[-1] + len(prompt.token_ids)) % 2  # take turns in going first, by the prompt alone
         if self.job.baseline and first:

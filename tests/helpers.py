@@ -67,7 +67,9 @@ class ScriptedTarget:
 class Fake:
     """A drafter that proposes `fn(context)`: a list of ids (a chain) or a Draft."""
 
-    def __init__(self, fn: Callable[[Sequence[int]], Sequence[int] | Draft], name: str = "fake", depth: int = 8) -> None:
+    def __init__(
+        self, fn: Callable[[Sequence[int]], Sequence[int] | Draft], name: str = "fake", depth: int = 8
+    ) -> None:
         self.fn, self.members = fn, (Member(name, depth, 64),)
         self.commits: list[Commit] = []
 
@@ -84,7 +86,9 @@ class Fake:
         self.commits.append(commit)
 
 
-def text_drafter(prompt: Sequence[int], output: Sequence[int], *, name: str = "oracle", depth: int = 4, wrong: bool = False):
+def text_drafter(
+    prompt: Sequence[int], output: Sequence[int], *, name: str = "oracle", depth: int = 4, wrong: bool = False
+):
     """Knows the target's whole output; with `wrong`, every token is off by one (mod 128)."""
     whole = [*prompt, *output]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLeng
 
 import specens
 from specens.analysis.metrics import summarise
-from specens.config import build, compose
+from specens.config import compose
 from specens.decoding.budget import FixedBudget, PriorityBudget
 from specens.decoding.cache import KVCache
 from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test
@@ -32,7 +33,7 @@ from specens.decoding.merge import merge
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
-from specens.decoding.types import ROOT, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
+from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
 from specens.decoding.verify import Coupled
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
@@ -268,10 +269,10 @@ COPYING = (
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b08_copy_heavy_prompts_stay_plain_greedy(tokenizer: Any, layout: Layout) -> None:
     """n-gram drafts that are accepted in part leave the text as plain greedy writes it."""
-    partly = 0
+    partly, lengths = 0, set()
     for seed, text in enumerate(COPYING):
-        # One layer with small attention weights copies a lot, so that drafts are accepted, and often only in part.
-        model = random_model(seed=seed, initializer_range=0.12)
+        # With such weights the text repeats itself, but not for ever: drafts are accepted, and often only in part.
+        model = random_model(seed=seed, initializer_range=0.2)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         base = plain_greedy(model, prompt, 48)
         ngram = NGram(num_draft_tokens=5, num_continuations=2, min_ngram=1, max_ngram=3)
@@ -281,8 +282,8 @@ def test_b08_copy_heavy_prompts_stay_plain_greedy(tokenizer: Any, layout: Layout
         noisy = Fake(lambda context, whole=[*prompt, *base]: _partly_right(whole, context), depth=5)
         new, steps = decode(model, noisy, prompt, 48, layout=layout)
         assert new == base
-        assert {step.num_accepted for step in steps[:-1]} >= {0, 1, 2, 3}
-    assert partly
+        lengths |= {step.num_accepted for step in steps[:-1]}
+    assert partly > 10 and lengths >= {0, 1, 2, 3, 4}
 
 
 def _partly_right(whole: Sequence[int], context: Sequence[int]) -> list[int]:
@@ -364,7 +365,7 @@ def test_b11_a_fork_is_reported_with_its_place_and_margin(job: Job, monkeypatch:
     for row in wrong.prompts.itertuples():
         output, base = list(row.output_ids), list(row.baseline_ids)
         fork = int(row.fork_at)
-        assert row.is_identical is False or not row.is_identical
+        assert not row.is_identical
         assert output[:fork] == base[:fork] and output[fork] != base[fork]
         with torch.no_grad():
             logits = model(torch.tensor([[*row.prompt_ids, *base[:fork]]]), use_cache=False).logits[0, -1]
@@ -498,7 +499,7 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
     prompt = byte_tokenizer().encode("abcabcab")
 
     def texts(**options: Any) -> tuple[int, ...]:
-        config = SamplingOptions(max_new_tokens=40, **{"temperature": 1.0, "eos_token_ids": [], **options})
+        config = SamplingOptions(max_new_tokens=24, **{"temperature": 0.6, "eos_token_ids": [], **options})
         drafted, alone = (
             each.complete(prompt, config.generation_config(target), seed=0, prompt_key="p").output_ids
             for each in (spec, plain)
@@ -508,7 +509,7 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
 
     free = texts()
     options = (
-        {"temperature": 0.3},
+        {"temperature": 1.5},
         {"top_k": 1},
         {"top_p": 0.2},
         {"min_p": 0.5},
@@ -519,7 +520,7 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
     for option in options:
         assert texts(**option) != free, option
     assert texts(temperature=1.0, top_k=1) == texts(temperature=0.0)
-    assert len(set(texts(no_repeat_ngram_size=1))) == 40
+    assert len(set(texts(no_repeat_ngram_size=1))) == 24
 
 
 def test_b16_the_ngram_size_reaches_the_drafter(job: Job) -> None:
@@ -544,15 +545,15 @@ def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probabil
     probs = torch.tensor([0.5, 0.3, 0.2])
     tree = merge(Draft.chain([1]), Plan(1, 1))
     logits = probs.log().expand(2, 3)
-    count, accepted, first = 20_000, 0, Counter()
+    count, accepted, first = 12_000, 0, Counter()
     for seed in range(count):
         sampler = Sampler(noise=KeyedNoise(seed, "p"))
         verdict = Coupled()(tree, sampler.pick_over([0], tree, logits))
         accepted += len(verdict.path)
         first[1 if verdict.path else verdict.target_token] += 1
-    assert accepted / count == pytest.approx(0.3, abs=0.012)  # 3.7 standard deviations
+    assert accepted / count == pytest.approx(0.3, abs=0.016)  # 3.8 standard deviations
     for token, p in enumerate((0.5, 0.3, 0.2)):
-        assert first[token] / count == pytest.approx(p, abs=0.013)
+        assert first[token] / count == pytest.approx(p, abs=0.018)
 
 
 A, B, C, D, E, F = range(1, 7)
@@ -575,16 +576,16 @@ def test_b20_several_drafters_do_not_bias_the_first_token() -> None:
     )
     tree = merge(draft, Plan(2, 8), ())
     logits = target.score(target.prefill([0]), 0, tree, "tree")
-    count, first, lengths = 20_000, Counter(), Counter()
+    count, first, lengths = 10_000, Counter(), Counter()
     for seed in range(count):
         verdict = Coupled()(tree, Sampler(noise=KeyedNoise(seed, "p")).pick_over([0], tree, logits))
         emitted = [*(tree.token_ids[n] for n in verdict.path), verdict.target_token]
         first[emitted[0]] += 1
         lengths[len(verdict.path)] += 1
-    assert first[A] / count == pytest.approx(0.5, abs=0.014)  # 4 standard deviations
+    assert first[A] / count == pytest.approx(0.5, abs=0.02)  # 4 standard deviations
     assert first[A] + first[E] == count
     # A goes on to one of its three drafted children in half of its runs, E to its one in a sixth.
-    assert lengths[2] / count == pytest.approx(0.5 * 3 / 6 + 0.5 / 6, abs=0.014)
+    assert lengths[2] / count == pytest.approx(0.5 * 3 / 6 + 0.5 / 6, abs=0.02)
 
 
 def test_b20_neither_the_order_nor_a_copy_of_a_drafter_changes_the_text() -> None:
@@ -655,9 +656,8 @@ def test_b23_a_prompts_text_depends_on_its_seed_and_id_alone(
 # D. Drafters, vocabularies, prompt edges
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_b25_silence_is_not_token_zero(tiny: Any, layout: Layout) -> None:
-    """Without a match nothing is drafted or accepted, though the target wants token 0; padding is never accepted."""
+def test_b25_silence_is_not_token_zero() -> None:
+    """Without a match nothing is drafted, verified or accepted, though the target wants token 0 and nothing else."""
     silent = NGram(min_ngram=40, max_ngram=40)
     new, steps = decode(ScriptedTarget(lambda _: 0), silent, [5, 6, 7], 20)
     assert new == [0] * 20
@@ -667,50 +667,37 @@ def test_b25_silence_is_not_token_zero(tiny: Any, layout: Layout) -> None:
     assert [step.num_accepted for step in steps] == [1] * 10
     assert {step.token_owners for step in steps} == {(2, 0)}
 
-    # Rows of unequal length are padded: here with the very token that the target wants behind the short one.
-    base = plain_greedy(tiny, PROMPT, 24)
-    whole = [*PROMPT, *base]
-    short = Fake(lambda context: whole[len(context) : len(context) + 1], "short")
-    long = Fake(lambda context: [(whole[len(context)] + 1) % 128, 0, 0, 0, 0][: 5 if len(context) < 30 else 0], "long")
-    new, steps = decode(tiny, Ensemble({"short": short, "long": long}), PROMPT, 24, layout=layout)
-    assert new == base
-    assert max(step.num_accepted for step in steps) == 1
-    pad = [9] * 4  # a last token that the target repeats: padding repeats it too
-    ScriptedRows.check(pad, layout)
 
-
-class ScriptedRows:
-    """The rows layout pads with the last committed token; a target that repeats it must not get the padding for free."""
-
-    @staticmethod
-    def check(prompt: Sequence[int], layout: Layout) -> None:
-        model = random_model(vocab_size=16, max_position_embeddings=64)
-        with torch.no_grad():  # every position says what it reads
-            for parameter in model.model.layers.parameters():
-                parameter.zero_()
-            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-        last = prompt[-1]
-        tree_of = Draft((last, 1, 1, 1), (-1, -1, 1, 2))
-        new, steps = decode(model, Fake(lambda _: tree_of, depth=3), prompt, 12, layout=layout)
-        assert new == [last] * 12
-        assert max(step.num_accepted for step in steps) == 1
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b25_padding_is_never_accepted(layout: Layout) -> None:
+    """Short rows are padded with the last token; a target that repeats its last token must not get the padding for free."""
+    model = random_model(vocab_size=16, max_position_embeddings=64)
+    with torch.no_grad():  # every position says what it reads
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    short_and_long = Draft((9, 1, 1, 1), (-1, -1, 1, 2))
+    new, steps = decode(model, Fake(lambda _: short_and_long, depth=3), [9] * 4, 12, layout=layout)
+    assert new == [9] * 12
+    assert [step.num_accepted for step in steps] == [1] * 6
 
 
 @pytest.mark.parametrize("kind", ["random", "constant", "period"])
 def test_b27_the_work_of_a_proposal_does_not_grow_with_the_prompt(kind: str) -> None:
     """Neither Python steps nor memory of `propose` and `observe` depend on the length of the text."""
-    short, long = (_ngram_work(kind, length) for length in (1_000, 32_000))
-    assert long[0] <= 2 * short[0] + 50
+    short, long = (_ngram_work(kind, length) for length in (2_000, 32_000))
+    assert long[0] <= 2 * short[0]
     assert long[1] <= 2 * short[1] + 16_384  # a copy of the long text alone would be 256 kB
 
 
 def _ngram_work(kind: str, length: int) -> tuple[int, int]:
-    """(lines executed, peak bytes allocated) of 20 steps."""
-    texts = {"random": lambda i: (i * i * 7919 + i // 7) % 50, "constant": lambda i: 7, "period": lambda i: i % 9}
+    """(lines executed, median of the peak bytes allocated) over 20 steps on a text of `length` tokens."""
+    rng = random.Random(0)
+    texts = {"random": lambda _: rng.randrange(50), "constant": lambda _: 7, "period": lambda i: i % 9}
     ids = [texts[kind](i) for i in range(length)]
-    ngram = NGram(num_draft_tokens=5, num_continuations=4, max_ngram=5)
+    ngram = NGram(num_draft_tokens=5, num_continuations=2, max_ngram=5)
     ngram.start(ids)
-    lines = 0
+    lines, peaks = 0, []
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
@@ -725,23 +712,14 @@ def _ngram_work(kind: str, length: int) -> tuple[int, int]:
             held = tracemalloc.get_traced_memory()[0]
             sys.settrace(trace)
             draft = ngram.propose(ids, Plan(5, 20), Sampler())
-            ngram.observe(_commit(draft.token_ids[:1] or (3,)))
+            ngram.observe(Commit((), (draft.token_ids[0],)))
+            ids.append(draft.token_ids[0])
             sys.settrace(before)
-            peak = tracemalloc.get_traced_memory()[1] - held
-            if _ == 0:
-                peaks = []
-            else:
-                peaks.append(peak)
+            peaks.append(tracemalloc.get_traced_memory()[1] - held)
     finally:
         sys.settrace(before)
         tracemalloc.stop()
-    return lines, sorted(peaks)[len(peaks) // 2]
-
-
-def _commit(token_ids: Sequence[int]) -> Any:
-    from specens.decoding.types import Commit
-
-    return Commit((), tuple(token_ids))
+    return lines, sorted(peaks)[10]  # now and then a list or a dict grows, and is copied once
 
 
 def test_b29_nothing_is_left_over_from_earlier_prompts_or_runs(job: Job) -> None:
@@ -916,14 +894,14 @@ def test_b40_published_counts_come_out_of_the_loop() -> None:
         assert len(new) == count and len(steps) == len(matched)
         return numbers(steps, new)
 
-    first = result(depths, [2, 2] + [3] * 85)["drafters"]["fake"] | result(depths, [2, 2] + [3] * 85)
+    first = result(depths, [2, 2] + [3] * 85)
     assert (first["num_verified"], first["num_accepted"], first["num_steps"]) == (259, 167, 87)
     assert first["acceptance_rate"] == pytest.approx(0.6448, abs=5e-5)
     assert first["acceptance_length"] == pytest.approx(2.92, abs=5e-3)
     by_depth = first["drafters"]["fake"]["acceptance_by_depth"]
     assert by_depth == pytest.approx([70 / 87, 55 / 70, 42 / 55])
     assert [by_depth[0], by_depth[0] * by_depth[1]] == pytest.approx([0.805, 0.632], abs=5e-4)
-    second = result([3] * 21 + [2] * 43 + [1] + [0] * 63 + [0], [3] * 129)
+    second = result([0] * 64 + [1] + [2] * 43 + [3] * 21, [3] * 129)
     assert (second["num_verified"], second["num_accepted"]) == (387, 150)
     assert second["acceptance_rate"] == pytest.approx(0.388, abs=5e-4)
     assert second["acceptance_length"] == pytest.approx(2.16, abs=5e-3)
@@ -971,7 +949,7 @@ def test_b43_ties_are_shared_and_the_order_decides_nothing() -> None:
     target = ScriptedTarget(count_up)
 
     def right(count: int) -> Callable[[Sequence[int]], list[int]]:
-        return lambda context: [*ups(context, count), 99] if len(context) % 4 else [99]
+        return lambda context: [*ups(context, count), 99] if len(context) > 1 else [99]
 
     def table(**says: Any) -> dict[str, Any]:
         members = {name: Fake(say, name, depth=4) for name, say in says.items()}

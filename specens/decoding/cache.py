@@ -8,6 +8,7 @@ sliding-window cache layer forgets, and can be rolled back only while it is told
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ class KVCache:
             return
         begin = self._base + 1
         slots = [begin + node for node in path]
+        layer: Any
         for layer in self.states.layers:
             if layer.get_seq_length() == 0:
                 continue

@@ -24,17 +24,59 @@ from specens.decoding.target import Target
 from specens.errors import UserError
 
 HONOURED = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens stop_strings do_sample temperature top_k top_p min_p top_h typical_p "
-    "epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id "
-    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "sequence_bias pad_token_id bos_token_id eos_token_id return_dict_in_generate".split()
+    {
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "stop_strings",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "bad_words_ids",
+        "renormalize_logits",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "return_dict_in_generate",
+    }
 )
 """Options of GenerationConfig that mean the same here; any other one that is set to more than its default is refused."""
 
 WITHOUT_EFFECT = frozenset(
-    "transformers_version _from_model_config decoder_start_token_id early_stopping length_penalty max_cache_len "
-    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
-    "target_lookbehind is_assistant compile_config disable_compile diversity_penalty num_beam_groups".split()
+    {
+        "transformers_version",
+        "_from_model_config",
+        "decoder_start_token_id",
+        "early_stopping",
+        "length_penalty",
+        "max_cache_len",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "is_assistant",
+        "compile_config",
+        "disable_compile",
+        "diversity_penalty",
+        "num_beam_groups",
+    }
 )
 """Options that cannot change the output of plain decoding with one beam."""
 
@@ -80,7 +122,9 @@ def prepare(
     elif config.max_length is None:
         config.max_length = num_prompt + GenerationConfig._get_default_generation_params()["max_length"]
     if config.max_length <= num_prompt:
-        raise UserError(f"nothing to generate: the prompt has {num_prompt} tokens and max_length is {config.max_length}")
+        raise UserError(
+            f"nothing to generate: the prompt has {num_prompt} tokens and max_length is {config.max_length}"
+        )
     target.check_prompt(prompt_ids, config.max_length)
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
     try:
@@ -155,7 +199,12 @@ class SamplingOptions:
 
     def generation_config(self, target: Target) -> GenerationConfig:
         """The same as transformers' options, merged with the model's own defaults."""
-        sampled = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p or None}
+        sampled = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p or None,
+        }
         options: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "min_new_tokens": self.min_new_tokens or None,

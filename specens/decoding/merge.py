@@ -11,8 +11,9 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
     """Merge a draft (an ensemble's: all members' forests in a row) into one tree within the plan's depth and node budget.
 
     Equal siblings become one node with several owners. Nodes below an end-of-sequence token are dropped, as nothing can be
-    accepted there, and so are nodes deeper than planned, which could reach over the end of the context. When the budget is short, shallow nodes stay first, then nodes with more owners, then earlier ones;
-    a parent is never deeper nor owned by fewer than its child, so what stays is always a tree.
+    accepted there, and so are nodes deeper than planned, which could reach over the end of the context. When the budget
+    is short, shallow nodes stay first, then nodes with more owners, then earlier ones; a parent is never deeper nor owned
+    by fewer than its child, so what stays is always a tree.
     """
     token_ids: list[int] = []
     parents: list[int] = []

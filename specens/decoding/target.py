@@ -76,9 +76,13 @@ class Target:
         if num_prompt < 1:
             raise UserError("the prompt is empty: give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
-            raise UserError(f"prompt ids must lie in 0..{self.vocab_size - 1}, got {min(prompt_ids)}..{max(prompt_ids)}")
+            raise UserError(
+                f"prompt ids must lie in 0..{self.vocab_size - 1}, got {min(prompt_ids)}..{max(prompt_ids)}"
+            )
         if self.context_limit is not None and num_prompt >= self.context_limit:
-            raise UserError(f"the prompt has {num_prompt} tokens, and the context of {self.name} is {self.context_limit}")
+            raise UserError(
+                f"the prompt has {num_prompt} tokens, and the context of {self.name} is {self.context_limit}"
+            )
         if self._rope is not None:
             self._rope.check(self.name, num_prompt, max_length)
 
@@ -99,7 +103,9 @@ class Target:
         if len(tree) == 0:
             cache.open_tree()
             return self._forward(cache, [[last_token]], [[cache.length]])[0]
-        return self._score_tree(cache, last_token, tree) if layout == "tree" else self._score_rows(cache, last_token, tree)
+        return (
+            self._score_tree(cache, last_token, tree) if layout == "tree" else self._score_rows(cache, last_token, tree)
+        )
 
     def _score_tree(self, cache: KVCache, last_token: int, tree: TokenTree) -> torch.Tensor:
         base = cache.length
@@ -146,7 +152,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     others = sorted(set(attention_windows(model.config)) - ATTENTION_KINDS)
     if getattr(model, "_is_stateful", False) or others:
         what = f"layers of kind {', '.join(others)}" if others else "a recurrent state"
-        raise UserError(f"{name}: has {what}, which cannot be rolled back after a rejected draft; use an attention-only model")
+        raise UserError(
+            f"{name}: has {what}, which cannot be rolled back after a rejected draft; use an attention-only model"
+        )
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,9 @@ def self_check(target: Target, layout: Layout) -> None:
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not _is_quantized(target.model) else 0.1
     for node, branch in ((1, (1, 2)), (3, (2,))):
         alone = [*prefix, 1, 3, 2, *branch]
-        chain = TokenTree(tuple(alone[1:]), chain_parents(len(alone) - 1), tuple(range(1, len(alone))), (1,) * (len(alone) - 1))
+        chain = TokenTree(
+            tuple(alone[1:]), chain_parents(len(alone) - 1), tuple(range(1, len(alone))), (1,) * (len(alone) - 1)
+        )
         expected = target.score(KVCache(), alone[0], chain, "rows")[-1]
         error = (scored[node + 1] - expected).abs().mean() / expected.std().clamp_min(1e-6)
         if not error <= tolerance:

@@ -13,9 +13,12 @@ Pick = Callable[[int], int]
 
 
 class Verifier(Protocol):
-    """The acceptance rule. `lossless` says whether the output keeps the target's exact law."""
+    """The acceptance rule."""
 
-    lossless: bool
+    @property
+    def lossless(self) -> bool:
+        """Whether the output keeps the target's exact law."""
+        ...
 
     def __call__(self, tree: TokenTree, pick: Pick) -> Verdict: ...
 
@@ -30,7 +33,7 @@ class Coupled:
     Drafter-Invariant Speculative Decoding" (arXiv 2408.07978).
     """
 
-    lossless: bool = True
+    lossless = True
 
     def __call__(self, tree: TokenTree, pick: Pick) -> Verdict:
         children = tree.children()

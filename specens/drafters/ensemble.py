@@ -22,7 +22,9 @@ class Ensemble:
     def __init__(self, members: Mapping[str, Drafter]) -> None:
         for name, member in members.items():
             if not name or "/" in name or not isinstance(member, Drafter):
-                raise UserError(f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}")
+                raise UserError(
+                    f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}"
+                )
         self._drafters = dict(members)
 
     @property

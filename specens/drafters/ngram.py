@@ -14,7 +14,6 @@ from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
 from specens.errors import UserError
 
-
 MAX_MATCHES = 64
 """Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
 

@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 __all__ = ["UserError", "attach", "load"]
 
 if TYPE_CHECKING:
-    from specens.attach import attach
     from specens.errors import UserError
     from specens.records import load
+    from specens.speculator import attach
 
-_HOMES = {"attach": "specens.attach", "load": "specens.records", "UserError": "specens.errors"}
+_HOMES = {"attach": "specens.speculator", "load": "specens.records", "UserError": "specens.errors"}
 
 
 def __getattr__(name: str) -> Any:

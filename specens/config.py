@@ -61,6 +61,14 @@ def build(config: DictConfig) -> Any:
         raise UserError(f"{target}: {_first_line(cause)}") from error
 
 
+def drafter_named(name: str) -> Any:
+    """The drafter of a file in conf/drafter."""
+    known = sorted(path.stem for path in (Path(CONF_DIR) / "drafter").glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"drafter {name!r}: choose one of {', '.join(known)}")
+    return build(compose([f"drafter={name}"]).drafter)
+
+
 def _check_targets(value: Any) -> None:
     if isinstance(value, dict):
         target = value.get("_target_")

@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 
 from specens.analysis.html import report
 from specens.analysis.metrics import drafter_table, summarise
-from specens.attach import Completion, Speculator
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.drafter import Drafter, describe
 from specens.decoding.generation import SamplingOptions, eos_ids, prepare
@@ -31,6 +30,7 @@ from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
 from specens.screen import Screen
+from specens.speculator import Completion, Speculator
 from specens.text import token_pieces
 from specens.trackers import Tracker
 
@@ -135,7 +135,7 @@ class Session:
 
     def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
         """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
-        self._warm_up(questions[0])
+        self._warm_up(questions)
         num_prompts, done, errors = sum(len(question.prompt_names) for question in questions), 0, []
         for question in questions:
             answers: list[str] = []
@@ -153,17 +153,18 @@ class Session:
         if errors and len(errors) == len(questions):
             raise UserError(f"no prompt succeeded; the first one failed with: {errors[0]}")
 
-    def _warm_up(self, question: Question) -> None:
-        """Decode a few tokens both ways, so that nothing is timed cold. A prompt that cannot be decoded fails later, by name."""
+    def _warm_up(self, questions: Sequence[Question]) -> None:
+        """Decode a few tokens both ways on the first prompt that can be decoded, so that nothing is timed cold."""
         self._screen.say("warming up")
-        for speculator in (self.plain, self.drafted):
+        config = GenerationConfig(**{**self.config.to_dict(), "max_new_tokens": WARM_UP_TOKENS})
+        for question in questions:
             try:
                 prompt = self._prompt(question, [])
-                ids = prompt.token_ids
-                config = GenerationConfig(**{**self.config.to_dict(), "max_new_tokens": WARM_UP_TOKENS})
-                speculator.complete(ids, config, seed=self.job.sampling.seed, prompt_key=prompt.id)
-            except Exception:
-                return
+                for speculator in (self.plain, self.drafted):
+                    speculator.complete(prompt.token_ids, config, seed=self.job.sampling.seed, prompt_key=prompt.id)
+            except Exception:  # it fails again, by name, when its turn comes
+                continue
+            return
 
     def _prompt(self, question: Question, answers: Sequence[str]) -> Prompt:
         assert self.target.tokenizer is not None
@@ -185,8 +186,7 @@ class Session:
 
     def _decode(self, prompt: Prompt, record: PromptRecord, label: str) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
         baseline: Completion | None = None
-        first = int(prompt.token_ids[-1] + len(prompt.token_ids)) % 2  # take turns in going first, by the prompt alone
-        if self.job.baseline and first:
+        if self.job.baseline and len(prompt.token_ids) % 2:  # the two take turns in going first, by the prompt alone
             baseline = self._complete(self.plain, prompt, f"{label} plain")
         done = self._complete(self.drafted, prompt, label)
         if self.job.baseline and baseline is None:

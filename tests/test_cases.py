@@ -323,6 +323,34 @@ def test_b09_a_drafter_with_the_targets_weights_is_always_right(tiny: Any, layou
         assert any(member.num_drafted == 0 for member in mine[:-1])  # idle rounds happened
 
 
+@pytest.mark.parametrize("budget", [FixedBudget(), PriorityBudget()])
+def test_b09_a_drafter_that_is_often_wrong_drafts_from_the_committed_text_alone(budget: Any) -> None:
+    """After each step, lost or idle, it proposes what its own model says of the committed text: nothing rejected remains."""
+    model = random_model(vocab_size=128, initializer_range=0.2)
+    small = copy.deepcopy(model)
+    with torch.no_grad():  # near enough to be right at times
+        for parameter in small.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    base = plain_greedy(model, PROMPT, 60)
+    whole = [*PROMPT, *base]
+    rival = Fake(lambda context: whole[len(context) : len(context) + (3 if len(context) % 3 == 0 else 0)], "rival")
+    drafter = LanguageModel(small, num_draft_tokens=4)
+    proposed: list[tuple[list[int], Draft]] = []
+    propose = drafter.propose
+
+    def spy(context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        draft = propose(context_ids, plan, sampler)
+        proposed.append((list(context_ids), draft))
+        return draft
+
+    drafter.propose = spy  # pyright: ignore
+    new, steps = decode(model, Ensemble({"rival": rival, "small": drafter}), PROMPT, 60, budget=budget)
+    assert new == base
+    assert {step.members[1].num_matched for step in steps} >= {0, 1}
+    for context, draft in proposed:
+        assert list(draft.token_ids) == plain_greedy(small, context, len(draft))
+
+
 def test_b10_rollback_keeps_as_many_positions_as_it_is_told() -> None:
     """`rollback(keep)` means the number to keep, whatever the installed transformers' `crop` means."""
     for keep in (3, 2, 0):
@@ -781,11 +809,13 @@ def test_b32_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> No
 
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
-    vocab = content["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"small.*tokenizer.*differs"):
-        LanguageModel(ModelSpec(str(folder), device="cpu"), name="small").bind(target)
+    for one, other in ("ab", "WZ"):  # whether or not a sample text would show it
+        swapped = copy.deepcopy(content)
+        vocab = swapped["model"]["vocab"]
+        vocab[one], vocab[other] = vocab[other], vocab[one]
+        path.write_text(json.dumps(swapped))
+        with pytest.raises(UserError, match=r"small.*tokenizer.*differs"):
+            LanguageModel(ModelSpec(str(folder), device="cpu"), name="small").bind(target)
 
 
 def test_b34_prompts_at_the_end_of_the_context(job: Job, jsonl: Callable[..., str]) -> None:

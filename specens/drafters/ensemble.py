@@ -21,7 +21,7 @@ class Ensemble:
 
     def __init__(self, members: Mapping[str, Drafter]) -> None:
         for name, member in members.items():
-            if not name or "/" in name or not isinstance(member, Drafter):
+            if not name or "/" in name or isinstance(member, type) or not isinstance(member, Drafter):
                 raise UserError(
                     f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}"
                 )
@@ -62,7 +62,7 @@ class Ensemble:
             token_ids += draft.token_ids
             parents += [parent if parent == ROOT else parent + offset for parent in draft.parents]
             owners += [first_owner + draft.owner(node) for node in range(len(draft))]
-            seconds += draft.seconds or [elapsed] + [0.0] * (len(drafter.members) - 1)
+            seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
         return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds))
 
     def observe(self, commit: Commit) -> None:

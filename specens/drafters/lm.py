@@ -58,7 +58,7 @@ class LanguageModel:
             self._loaded = self._source.load_for(target)
             check_same_vocabulary(self._member.name, self._loaded.tokenizer, target.tokenizer)
         refuse_unsupported(self._loaded.model)
-        self._vocab_size = target.vocab_size
+        self._vocab_size, self._device = target.vocab_size, target.device
         limit = getattr(self._loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         num_tokens = self._member.num_draft_tokens
         self._member = Member(self._member.name, num_tokens, num_tokens, context_limit=limit)
@@ -92,7 +92,8 @@ class LanguageModel:
         if max(new) >= embeddings.shape[0]:  # pyright: ignore[reportIndexIssue]
             return None
         batch = torch.tensor([new], device=embeddings.device)  # pyright: ignore[reportArgumentType]
-        logits = model(batch, cache=self._cache.states, use_cache=True, **self._loaded.last_logits_only).logits[0, -1]
+        output = model(batch, cache=self._cache.states, use_cache=True, **self._loaded.last_logits_only)
+        logits = output.logits[0, -1].to(self._device)  # where the processors' own tensors are
         # Padded embeddings: same tokenizer, other length of a logits row. Ids that the target lacks are never proposed.
         extra = self._vocab_size - logits.shape[-1]
         return logits[: self._vocab_size] if extra <= 0 else pad(logits, (0, extra), value=-torch.inf)

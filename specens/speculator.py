@@ -7,7 +7,8 @@ spec.stats
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,29 +99,19 @@ class Speculator:
 
         Sampling is keyed by (seed, prompt, position): the same call gives the same text, another seed another one.
         """
+        if input_ids is not None and inputs is not None:
+            raise UserError("inputs and input_ids are two names for the prompt: give one of them")
         ids = input_ids if input_ids is not None else inputs
         if ids is None or ids.dim() != 2 or ids.shape[0] != 1:
             shape = None if ids is None else tuple(ids.shape)
-            raise UserError(
-                f"input_ids must have shape [1, seq], got {shape}; decode the prompts of a batch one by one"
-            )
+            raise UserError(f"input_ids must have shape [1, seq], got {shape}; decode a batch's prompts one by one")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; strip the padding instead")
         config = merge_options(self.target, generation_config, **options)
         prompt_ids = ids[0].tolist()
-        if streamer is not None:
-            streamer.put(ids.cpu())
-        done = self.complete(
-            prompt_ids,
-            config,
-            seed=self.seed if seed is None else seed,
-            prompt_key=",".join(map(str, prompt_ids)),
-            on_step=None
-            if streamer is None
-            else lambda step: [streamer.put(torch.tensor([t])) for t in step.token_ids],
-        )
-        if streamer is not None:
-            streamer.end()
+        key, seed = ",".join(map(str, prompt_ids)), self.seed if seed is None else seed
+        with streaming(streamer, ids) as on_step:
+            done = self.complete(prompt_ids, config, seed=seed, prompt_key=key, on_step=on_step)
         self._done.append(done)
         sequences: Any = torch.cat([ids, torch.tensor([done.output_ids], dtype=ids.dtype, device=ids.device)], dim=-1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
@@ -146,6 +137,23 @@ class Speculator:
             for number, done in enumerate(self._done)
         ]
         return drafter_table(summarise(*frames_of(rows)))
+
+
+@contextmanager
+def streaming(streamer: BaseStreamer | None, prompt: torch.Tensor) -> Iterator[Callable[[StepRecord], None]]:
+    """Feed a streamer of transformers: the prompt, each emitted token, and the end, also when decoding fails."""
+
+    def on_step(step: StepRecord) -> None:
+        for token in step.token_ids if streamer is not None else ():
+            streamer.put(torch.tensor([token]))  # pyright: ignore[reportOptionalMemberAccess]
+
+    try:
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        yield on_step
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def attach(
@@ -188,12 +196,12 @@ def _ensemble(drafters: Any) -> Drafter:
 
 def _drafter(entry: Any, name: str) -> Drafter:
     if isinstance(entry, str):
-        from specens.config import build, compose
+        from specens.config import drafter_named
 
-        return build(compose([f"drafter={entry}"]).drafter)
+        return drafter_named(entry)
     if isinstance(entry, PreTrainedModel):
         return LanguageModel(entry, name=name)
-    if isinstance(entry, Drafter):
+    if isinstance(entry, Drafter) and not isinstance(entry, type):  # a class has the names too
         return entry
     raise UserError(
         f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {entry!r}"

@@ -39,26 +39,55 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration: {_first_line(error)}") from error
+        raise UserError(f"configuration: {_first_line(error)} (for a literal ${{...}} write \\${{...}})") from error
     assert isinstance(plain, dict)
     return plain  # pyright: ignore[reportReturnType]
 
 
 def build(config: DictConfig) -> Any:
-    """Instantiate what `_target_` names. Targets lie under `specens.`, so that a configuration cannot call anything else.
-    UserError in one line when an option is missing, unknown or refused by the class.
+    """Instantiate what `_target_` names, depth first. Targets lie under `specens.`, so that a configuration cannot call
+    anything else. UserError in one line when an option is missing, unknown or refused by the class.
+
+    (hydra.utils.instantiate would resolve a second time, and so take a text such as "${x}" for an interpolation.)
     """
-    _check_targets(resolved(config))
+    if not isinstance(config, DictConfig):
+        raise UserError(
+            f"configuration: expected a mapping with a _target_, got {'null' if config is None else config}"
+        )
+    plain = resolved(config)
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{config._get_full_key(missing[0])} is not set: give {config._get_full_key(missing[0])}=...")
+    return _instantiate(plain)
+
+
+def _instantiate(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_instantiate(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {key: _instantiate(item) for key, item in value.items() if key != "_target_"}
+    if "_target_" not in value:
+        return fields
+    target = _locate(str(value["_target_"]))
     try:
-        return hydra.utils.instantiate(config, _convert_="all")
+        return target(**fields)
+    except TypeError as error:  # an option that the class does not know, or lacks
+        raise UserError(f"{value['_target_']}: {_first_line(error)}") from error
+
+
+def _locate(name: str) -> Any:
+    """The class `name`, which must be defined under specens, not merely reachable from there."""
+    refusal = UserError(f"_target_: {name} is not allowed; name a class under specens.")
+    if not name.startswith("specens."):
+        raise refusal
+    try:
+        found = hydra.utils.get_object(name)
     except Exception as error:
-        cause = error
-        while not isinstance(cause, UserError) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        if isinstance(cause, UserError):
-            raise UserError(str(cause)) from error
-        target = config.get("_target_", "configuration")
-        raise UserError(f"{target}: {_first_line(cause)}") from error
+        raise UserError(f"_target_: {name} does not exist") from error
+    if not isinstance(found, type) or not found.__module__.startswith("specens."):
+        raise refusal
+    return found
 
 
 def drafter_named(name: str) -> Any:
@@ -67,16 +96,6 @@ def drafter_named(name: str) -> Any:
     if name not in known:
         raise UserError(f"drafter {name!r}: choose one of {', '.join(known)}")
     return build(compose([f"drafter={name}"]).drafter)
-
-
-def _check_targets(value: Any) -> None:
-    if isinstance(value, dict):
-        target = value.get("_target_")
-        if target is not None and not str(target).startswith("specens."):
-            raise UserError(f"_target_: {target} is not allowed; name a class under specens.")
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for child in children:
-        _check_targets(child)
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,3 +5,9 @@ from __future__ import annotations
 
 class UserError(ValueError):
     """Bad input: the message says what is wrong, where, and what to do."""
+
+
+def check_count(option: str, value: object, least: int = 1) -> None:
+    """UserError unless `value` is a whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{option}={value!r}: give a whole number, {least} or more")

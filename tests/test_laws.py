@@ -205,7 +205,7 @@ def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout
     target = Target(double.double())
     for name in ("bushy+ngram", "silent+wrong+ngram+oracle", "oracle"):
         checked = _decode_checking_cache(target, team(name, target.model, other), PROMPTS[2], layout)
-        assert checked > 3
+        assert checked > 2
 
 
 def _decode_checking_cache(target, drafter, prompt, layout) -> int:

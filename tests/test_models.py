@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from specens.decoding.target import Target
 from specens.drafters.lm import LanguageModel
 from specens.errors import UserError
-from specens.models import ModelSpec, TargetCopy, WheelFile, cache_dir, check_same_vocabulary, make_once
+from specens.models import ModelSpec, TargetCopy, check_same_vocabulary
+from specens.sources import WheelFile, cache_dir, make_once
 from specens.tiny import TinyModel, byte_tokenizer, random_model
 
 PROMPT = [5, 17, 99, 3, 42, 7, 64, 21, 5, 17, 99]
@@ -53,10 +54,10 @@ def saved(tmp_path_factory) -> Path:
 
 
 def swapped_tokenizer() -> PreTrainedTokenizerFast:
-    """As many tokens as byte_tokenizer, but two of them have each other's ids."""
+    """As many tokens as byte_tokenizer, but two rare ones have each other's ids: no sample text tells them apart."""
     content = json.loads(byte_tokenizer().backend_tokenizer.to_str())
     vocab = content["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    vocab["Y"], vocab["Z"] = vocab["Z"], vocab["Y"]
     return tokenizer_from(content)
 
 
@@ -401,7 +402,7 @@ def test_two_processes_at_once_make_one_folder(tmp_path):
     folder = tmp_path / "cache" / "model"
     script = (
         "import pathlib, sys, time\n"
-        "from specens.models import make_once\n"
+        "from specens.sources import make_once\n"
         "def make(work):\n"
         "    with open(sys.argv[2], 'a') as log: log.write('made\\n')\n"
         "    time.sleep(1)\n"

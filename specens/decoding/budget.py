@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specens.decoding.types import Member, Plan
-from specens.errors import UserError
+from specens.errors import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,6 @@ def _whole(shares: Sequence[Plan], max_nodes: int, *, first_only: bool) -> Plan:
     return Plan(num_tokens, num_nodes, tuple(shares), first_only)
 
 
-def _check_max_nodes(max_nodes: int) -> None:
-    if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 0:
-        raise UserError(f"budget.max_nodes={max_nodes!r}: give a whole number of nodes, 0 or more")
-
-
 @dataclass(frozen=True, slots=True)
 class FixedBudget:
     """Every member drafts its own full length in every step; the merged tree keeps at most `max_nodes` nodes."""
@@ -61,7 +56,7 @@ class FixedBudget:
     max_nodes: int = 64
 
     def __post_init__(self) -> None:
-        _check_max_nodes(self.max_nodes)
+        check_count("budget.max_nodes", self.max_nodes, 0)
 
     def plan(self, context: PlanContext) -> Plan:
         shares = [_share(member, draft_limit(member, context)) for member in context.members]
@@ -77,7 +72,7 @@ class PriorityBudget:
     max_nodes: int = 64
 
     def __post_init__(self) -> None:
-        _check_max_nodes(self.max_nodes)
+        check_count("budget.max_nodes", self.max_nodes, 0)
 
     def plan(self, context: PlanContext) -> Plan:
         shares = [_share(member, draft_limit(member, context)) for member in context.members]

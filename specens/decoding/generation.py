@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules, StopTest
 from specens.decoding.target import Target
-from specens.errors import UserError
+from specens.errors import UserError, check_count
 
 HONOURED = frozenset(
     {
@@ -181,18 +181,27 @@ class SamplingOptions:
     stop: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"sampling.{name}={value!r}: give a number")
         _check_temperature(self.temperature)
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size"):
-            value, least = getattr(self, name), int(name == "max_new_tokens")
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"sampling.{name}={value!r}: give a whole number, {least} or more")
+        check_count("sampling.max_new_tokens", self.max_new_tokens)
+        for name in ("min_new_tokens", "top_k", "no_repeat_ngram_size", "seed"):
+            check_count(f"sampling.{name}", getattr(self, name), 0)
         for name in ("top_p", "min_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"sampling.{name}={getattr(self, name)}: give a number from 0 to 1")
         if not self.repetition_penalty > 0:
             raise UserError(f"sampling.repetition_penalty={self.repetition_penalty}: give a number above 0")
-        if any(not text for text in (*self.stop, *self.bad_words)):
-            raise UserError("sampling.stop and sampling.bad_words must not hold empty strings")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+                raise UserError(f"sampling.{name}={texts!r}: give a list of texts, sampling.{name}=[...]")
+        if self.eos_token_ids is not None and not isinstance(self.eos_token_ids, list):
+            raise UserError(f"sampling.eos_token_ids={self.eos_token_ids!r}: give a list, sampling.eos_token_ids=[2,7]")
+        for token in self.eos_token_ids or ():
+            check_count("sampling.eos_token_ids", token, 0)
         unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != type(self).__dict__[name]]
         if self.temperature == 0 and unused:
             warnings.warn(f"sampling.{unused[0]} has no effect at temperature 0 (greedy)", stacklevel=2)

@@ -16,16 +16,17 @@ from specens.errors import UserError
 
 class Ensemble:
     """Named members that all draft in every step. Their forests stand one after another in one Draft, each node with its
-    owner; merging them is not the ensemble's business. An ensemble inside an ensemble shows its members as `outer/inner`.
+    owner; merging them is not the ensemble's business. Without members it is plain decoding. An ensemble inside an
+    ensemble shows its members as `outer/inner`.
     """
 
-    def __init__(self, members: Mapping[str, Drafter]) -> None:
-        for name, member in members.items():
+    def __init__(self, members: Mapping[str, Drafter] | None = None) -> None:
+        self._drafters = dict(members or {})
+        for name, member in self._drafters.items():
             if not name or "/" in name or isinstance(member, type) or not isinstance(member, Drafter):
                 raise UserError(
                     f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}"
                 )
-        self._drafters = dict(members)
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -13,7 +13,7 @@ from specens.decoding.cache import KVCache
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_unsupported
 from specens.decoding.types import Commit, Draft, Member, Plan
-from specens.errors import UserError
+from specens.errors import check_count
 from specens.models import LoadedModel, ModelSpec, TargetCopy, check_same_vocabulary
 
 
@@ -28,8 +28,7 @@ class LanguageModel:
     def __init__(
         self, model: ModelSpec | TargetCopy | PreTrainedModel, num_draft_tokens: int = 4, name: str = "lm"
     ) -> None:
-        if num_draft_tokens < 1:
-            raise UserError(f"{name}: num_draft_tokens={num_draft_tokens}, must be 1 or more")
+        check_count(f"{name}.num_draft_tokens", num_draft_tokens)
         if not isinstance(model, PreTrainedModel):
             model.check()
         self._source = model

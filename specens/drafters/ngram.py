@@ -12,7 +12,7 @@ from itertools import islice
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
-from specens.errors import UserError
+from specens.errors import UserError, check_count
 
 MAX_MATCHES = 64
 """Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
@@ -33,13 +33,14 @@ class NGram:
         max_ngram: int = 4,
         min_ngram: int = 1,
     ) -> None:
-        for name, value in (("num_draft_tokens", num_draft_tokens), ("num_continuations", num_continuations)):
-            if value < 1:
-                raise UserError(f"ngram: {name}={value}, must be 1 or more")
-        if num_draft_nodes is not None and num_draft_nodes < 1:
-            raise UserError(f"ngram: num_draft_nodes={num_draft_nodes}, must be 1 or more")
-        if not 1 <= min_ngram <= max_ngram:
-            raise UserError(f"ngram: min_ngram={min_ngram}, max_ngram={max_ngram}; need 1 <= min_ngram <= max_ngram")
+        check_count("ngram.num_draft_tokens", num_draft_tokens)
+        check_count("ngram.num_continuations", num_continuations)
+        check_count("ngram.min_ngram", min_ngram)
+        check_count("ngram.max_ngram", max_ngram)
+        if min_ngram > max_ngram:
+            raise UserError(f"ngram.min_ngram={min_ngram} is above ngram.max_ngram={max_ngram}: give a smaller one")
+        if num_draft_nodes is not None:
+            check_count("ngram.num_draft_nodes", num_draft_nodes)
         self._num_continuations = num_continuations
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self.members = (Member("ngram", num_draft_tokens, num_draft_nodes or num_draft_tokens * num_continuations),)

@@ -15,12 +15,11 @@ from specens.decoding.cache import KVCache
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree, chain_parents
-from specens.errors import UserError
+from specens.errors import UserError, check_count
 
 
 def _member(name: str, num_draft_tokens: int) -> tuple[Member, ...]:
-    if num_draft_tokens < 1:
-        raise UserError(f"{name}: num_draft_tokens={num_draft_tokens}, must be 1 or more")
+    check_count(f"{name}.num_draft_tokens", num_draft_tokens)
     return (Member(name, num_draft_tokens, num_draft_tokens),)
 
 
@@ -60,6 +59,8 @@ class Fixed:
     """Proposes the same tokens in every step; with `parents`, the same tree."""
 
     def __init__(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        for token in token_ids:
+            check_count("fixed.token_ids", token, 0)
         shape = chain_parents(len(token_ids)) if parents is None else tuple(parents)
         self._draft = Draft(tuple(token_ids), shape)
         self.members = _member("fixed", len(self._draft))

@@ -70,18 +70,15 @@ class Speculator:
     ) -> Completion:
         """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted."""
         sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key)
-        decoding = self.decoder.decode(prompt_ids, sampler, stop)
-        prefill_s = next(decoding)
+        cache, prefill_s = self.decoder.prefill(prompt_ids)
         steps: list[StepRecord] = []
-        for step in decoding:
-            assert isinstance(step, StepRecord)
+        for step in self.decoder.decode(prompt_ids, cache, sampler, stop):
             steps.append(step)
             if on_step is not None:
                 on_step(step)
         output_ids = tuple(token for step in steps for token in step.token_ids)
         decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
-        assert isinstance(prefill_s, float) and steps[-1].finish_reason is not None
-        return Completion(output_ids, steps[-1].finish_reason, tuple(steps), prefill_s, decode_s)
+        return Completion(output_ids, str(steps[-1].finish_reason), tuple(steps), prefill_s, decode_s)
 
     def generate(
         self,

@@ -119,5 +119,6 @@ def decode(
     decoder = Decoder(target, drafter, budget or FixedBudget(), Coupled(), layout)  # pyright: ignore
     sampler = sampler or Sampler(noise=None if seed is None else KeyedNoise(seed, prompt_key))
     stop = stop or StopRules(len(prompt) + count, tuple(eos), target.context_limit)
-    _, *steps = decoder.decode(prompt, sampler, stop)
+    cache, _ = decoder.prefill(prompt)
+    steps = list(decoder.decode(prompt, cache, sampler, stop))
     return [token for step in steps for token in step.token_ids], steps

@@ -1070,16 +1070,15 @@ def test_b44_what_a_reader_does_between_steps_is_not_timed() -> None:
     target = ScriptedTarget(lambda prefix: time.sleep(0.03) or count_up(prefix))
     drafter = Fake(lambda context: time.sleep(0.02) or [99], depth=2)
     decoder = Decoder(target, drafter, FixedBudget(), Coupled())  # pyright: ignore
-    records = decoder.decode([3], Sampler(), StopRules(4))
-    next(records)
+    cache, _ = decoder.prefill([3])
+    records = decoder.decode([3], cache, Sampler(), StopRules(4))
     begin = time.perf_counter()
     steps = []
     for step in records:
         steps.append(step)
         time.sleep(0.1)
-    assert isinstance(steps[0], StepRecord)
     total = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
     assert total <= time.perf_counter() - begin - 0.1 * len(steps) + 1e-3
     assert steps[0].draft_ms >= 20 and steps[0].members[0].draft_ms >= 20
     assert steps[0].verify_ms >= 60  # the root and one node
-    assert steps[0].host_ms < 20
+    assert steps[0].host_ms < steps[0].verify_ms

@@ -14,7 +14,6 @@ from helpers import Fake, decode, plain_greedy
 
 from specens.analysis.metrics import summarise
 from specens.decoding.budget import FixedBudget, PriorityBudget
-from specens.decoding.cache import KVCache
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
@@ -209,17 +208,13 @@ def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout
 
 
 def _decode_checking_cache(target, drafter, prompt, layout) -> int:
-    caches: list[KVCache] = []
-    prefill = target.prefill
-    target.prefill = lambda ids: caches.append(prefill(ids)) or caches[0] if not caches else prefill(ids)
     drafter.bind(target)
     decoder = Decoder(target, drafter, FixedBudget(), Coupled(), layout)
-    steps = decoder.decode(prompt, Sampler(), StopRules(len(prompt) + COUNT))
-    next(steps)
+    cache, _ = decoder.prefill(prompt)
+    steps = decoder.decode(prompt, cache, Sampler(), StopRules(len(prompt) + COUNT))
     ids, checked = list(prompt), 0
     for step in steps:
         ids += step.token_ids
-        cache = caches[0]
         assert cache.length == len(ids) - 1
         scores = target.score(cache, ids[-1], TokenTree(), layout)[0]
         cache.accept(())
@@ -227,7 +222,6 @@ def _decode_checking_cache(target, drafter, prompt, layout) -> int:
         fresh = target.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
         assert (scores - fresh).abs().max() < 1e-10
         checked += 1
-    del target.prefill
     return checked
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specens.decoding.budget import Budget, PlanContext
+from specens.decoding.cache import KVCache
 from specens.decoding.drafter import Drafter
 from specens.decoding.merge import merge
 from specens.decoding.sampling import Sampler
@@ -26,15 +27,19 @@ class Decoder:
     verifier: Verifier
     layout: Layout = "tree"
 
-    def decode(self, prompt_ids: Sequence[int], sampler: Sampler, stop: StopRules) -> Iterator[StepRecord | float]:
-        """Yield the prefill's seconds once, then one record per step until a stop rule ends the text."""
+    def prefill(self, prompt_ids: Sequence[int]) -> tuple[KVCache, float]:
+        """Begin a prompt: the target's cache for it, and the seconds that this and the drafters' own beginning took."""
         watch = Stopwatch(self.target.device)
-        ids = list(prompt_ids)
-        cache = self.target.prefill(ids)
-        self.drafter.start(ids)
-        yield watch.read()["step"]
+        cache = self.target.prefill(prompt_ids)
+        self.drafter.start(prompt_ids)
+        return cache, watch.read()["step"]
 
-        step, reason = 0, None
+    def decode(
+        self, prompt_ids: Sequence[int], cache: KVCache, sampler: Sampler, stop: StopRules
+    ) -> Iterator[StepRecord]:
+        """One record per step, until a stop rule ends the text."""
+        watch = Stopwatch(self.target.device)
+        ids, step, reason = list(prompt_ids), 0, None
         while reason is None:
             watch.restart()
             plan = self.budget.plan(PlanContext(self.drafter.members, len(ids), stop.tokens_wanted(len(ids))))

@@ -36,22 +36,6 @@ EXIT_CODES = {"failed": 1, "interrupted": 130}
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 120.0
 
-DRAFTER_COLUMNS = (
-    "drafter",
-    "win_rate",
-    "sole_win_rate",
-    "token_share",
-    "marginal",
-    "acceptance_rate",
-    "solo_acceptance_length",
-    "draft_ms_per_step",
-    "tokens_per_draft_s",
-    "silent_rate",
-    "num_drafted",
-    "num_verified",
-    "num_accepted",
-    "wasted_nodes",
-)
 PROMPT_COLUMNS = (
     "prompt_id",
     "category",
@@ -67,7 +51,7 @@ PROMPT_COLUMNS = (
     "fork_margin",
     "error",
 )
-"""Columns every run's tables have, in this order, whatever its drafters report; further ones follow."""
+"""Columns of every run's table of prompts, in this order; further ones follow."""
 
 
 class Tracker(Protocol):
@@ -278,6 +262,8 @@ def _tables(
     import wandb
 
     logged: dict[str, Any] = {}
+    from specens.analysis.metrics import DRAFTER_COLUMNS  # pandas only when a run is logged
+
     for key, rows, fixed in (("drafters", drafters, DRAFTER_COLUMNS), ("prompts", prompts, PROMPT_COLUMNS)):
         columns, data = table_rows(rows, fixed)
         logged[key] = wandb.Table(columns=list(columns), data=list(data))

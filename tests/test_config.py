@@ -14,7 +14,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from specens.config import CONF_DIR, build, compose, resolved
-from specens.decoding.budget import FixedBudget, PriorityBudget
+from specens.decoding.budget import FixedBudget
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import SamplingOptions
 from specens.decoding.target import Target
@@ -119,11 +119,10 @@ def test_every_source_of_prompts_builds_and_has_the_common_options(name):
 
 
 def test_every_budget_verifier_layout_tracker_and_sampling_builds():
-    kinds = {"fixed": FixedBudget, "priority": PriorityBudget}
     for name in options("budget"):
-        budget = build(compose([f"budget={name}", "budget.max_nodes=7"]).budget)
-        assert budget.max_nodes == 7
-        assert isinstance(budget, kinds.get(name, object))
+        assert build(compose([f"budget={name}", "budget.max_nodes=7"]).budget).max_nodes == 7
+    assert build(compose(["budget=fixed"]).budget) == FixedBudget()
+    assert build(compose(["budget=priority"]).budget) == FixedBudget(first_only=True)
     for name in options("verifier"):
         assert isinstance(build(compose([f"verifier={name}"]).verifier).lossless, bool)
     for name in options("layout"):

@@ -13,7 +13,7 @@ import torch
 from helpers import Fake, decode, plain_greedy
 
 from specens.analysis.metrics import summarise
-from specens.decoding.budget import FixedBudget, PriorityBudget
+from specens.decoding.budget import FixedBudget
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
@@ -38,7 +38,7 @@ BUDGETS = {
     "fixed": FixedBudget(),
     "fixed3": FixedBudget(max_nodes=3),
     "fixed0": FixedBudget(max_nodes=0),
-    "priority": PriorityBudget(max_nodes=6),
+    "priority": FixedBudget(max_nodes=6, first_only=True),
 }
 
 

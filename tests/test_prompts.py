@@ -453,4 +453,5 @@ def test_reading_prompts_needs_no_torch_and_no_transformers() -> None:
         "import sys; from specens.prompts import Demo; assert len(Demo().questions()) == 12; "
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from specens.analysis.metrics import DRAFTER_COLUMNS
 from specens.errors import UserError
 from specens.trackers import (
-    DRAFTER_COLUMNS,
     PROMPT_COLUMNS,
     NoTracker,
     WandbTracker,

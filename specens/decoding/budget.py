@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,43 +36,26 @@ def draft_limit(member: Member, context: PlanContext) -> int:
     return max(depth, 0)
 
 
-def _share(member: Member, depth: int) -> Plan:
-    """A member's plan: as deep as allowed, and silent at depth 0."""
-    return Plan(depth, member.num_draft_nodes if depth else 0)
-
-
-def _whole(shares: Sequence[Plan], max_nodes: int, *, first_only: bool) -> Plan:
-    """The plan of the whole drafter from its members' plans: a plain drafter's is its only member's."""
-    num_tokens = max((share.num_tokens for share in shares), default=0)
-    num_nodes = min(sum(share.num_nodes for share in shares), max_nodes)
-    return Plan(num_tokens, num_nodes, tuple(shares), first_only)
-
-
 @dataclass(frozen=True, slots=True)
 class FixedBudget:
-    """Every member drafts its own full length in every step; the merged tree keeps at most `max_nodes` nodes."""
+    """Every member drafts its own full length in every step; the merged tree keeps at most `max_nodes` nodes.
 
-    max_nodes: int = 64
-
-    def __post_init__(self) -> None:
-        check_count("budget.max_nodes", self.max_nodes, 0)
-
-    def plan(self, context: PlanContext) -> Plan:
-        shares = [_share(member, draft_limit(member, context)) for member in context.members]
-        return _whole(shares, self.max_nodes, first_only=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PriorityBudget:
-    """The first member, in the ensemble's order, that has something to say drafts alone: what serving engines do when
-    several drafters are configured. The members after it are not asked and count as silent.
+    With `first_only` (budget=priority), the first member in the ensemble's order that has something to say drafts alone: what
+    serving engines do when several drafters are configured. The members after it are not asked and count as silent.
     """
 
     max_nodes: int = 64
+    first_only: bool = False
 
     def __post_init__(self) -> None:
         check_count("budget.max_nodes", self.max_nodes, 0)
 
     def plan(self, context: PlanContext) -> Plan:
-        shares = [_share(member, draft_limit(member, context)) for member in context.members]
-        return _whole(shares, self.max_nodes, first_only=True)
+        depths = [draft_limit(member, context) if self.max_nodes else 0 for member in context.members]
+        shares = tuple(
+            Plan(depth, member.num_draft_nodes if depth else 0)
+            for member, depth in zip(context.members, depths, strict=True)
+        )
+        # A plain drafter has one member: the whole plan is then that member's own.
+        num_nodes = min(sum(share.num_nodes for share in shares), self.max_nodes)
+        return Plan(max(depths, default=0), num_nodes, shares, self.first_only)

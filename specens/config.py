@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import uuid
 from collections.abc import Sequence
@@ -57,7 +58,8 @@ def build(config: DictConfig) -> Any:
     plain = resolved(config)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise UserError(f"{config._get_full_key(missing[0])} is not set: give {config._get_full_key(missing[0])}=...")
+        hint = "the text ??? can only come from a file" if missing[0].endswith("]") else f"give {missing[0]}=..."
+        raise UserError(f"{missing[0]} is not set: {hint}")
     return _instantiate(plain)
 
 
@@ -70,9 +72,13 @@ def _instantiate(value: Any) -> Any:
     if "_target_" not in value:
         return fields
     target = _locate(str(value["_target_"]))
+    known = [name for name in inspect.signature(target).parameters if name != "self"]
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise UserError(f"{value['_target_']} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
     try:
         return target(**fields)
-    except TypeError as error:  # an option that the class does not know, or lacks
+    except TypeError as error:  # an option that the class needs, or one of another type
         raise UserError(f"{value['_target_']}: {_first_line(error)}") from error
 
 

@@ -11,3 +11,7 @@ def check_count(option: str, value: object, least: int = 1) -> None:
     """UserError unless `value` is a whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{option}={value!r}: give a whole number, {least} or more")
+
+
+class DrafterError(RuntimeError):
+    """A drafter failed; the message names it. The prompt fails, the others go on."""

@@ -25,7 +25,7 @@ from specens.decoding.target import LAYOUTS, Layout, Target
 from specens.decoding.types import StepRecord, TokenTree
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.none import NoDrafter
-from specens.errors import UserError
+from specens.errors import DrafterError, UserError
 from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
@@ -79,7 +79,8 @@ def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Scre
         outcome["status"] = "interrupted"
         raise
     except BaseException as failure:
-        outcome["error"] = "".join(traceback.format_exception(failure))
+        is_known = isinstance(failure, UserError)
+        outcome["error"] = str(failure) if is_known else "".join(traceback.format_exception(failure))
         raise
     finally:
         screen.end_prompt()
@@ -142,7 +143,7 @@ class Session:
             for name in question.prompt_names:
                 done += 1
                 label = f"[{done}/{num_prompts}] {name}"
-                record, steps = self._attempt(question, answers, label)
+                record, steps = self._attempt(question, answers, label, writer)
                 writer.add(record, steps)
                 self._screen.prompt_done(label, record, steps)
                 self.job.tracker.prompt_done(summarise(*writer.frames()), done)
@@ -171,7 +172,7 @@ class Session:
         return next_prompt(question, answers, self.target.tokenizer, self.job.prompts.chat)
 
     def _attempt(
-        self, question: Question, answers: Sequence[str], label: str
+        self, question: Question, answers: Sequence[str], label: str, writer: RunWriter
     ) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
         """Decode one prompt, or say in its record why not."""
         turn = len(answers)
@@ -181,8 +182,11 @@ class Session:
             prompt = self._prompt(question, answers)
             record = replace(record, prompt_ids=prompt.token_ids)
             return self._decode(prompt, record, label)
-        except Exception as failure:  # the other prompts must go on, whatever it is
-            return replace(record, error=f"{type(failure).__name__}: {failure}"), ()
+        except (Exception, SystemExit) as failure:  # the other prompts must go on, whatever it is
+            if not isinstance(failure, UserError):
+                writer.add_error(record.prompt_id, "".join(traceback.format_exception(failure)))
+            is_plain = isinstance(failure, UserError | DrafterError)
+            return replace(record, error=str(failure) if is_plain else f"{type(failure).__name__}: {failure}"), ()
 
     def _decode(self, prompt: Prompt, record: PromptRecord, label: str) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
         baseline: Completion | None = None

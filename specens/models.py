@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import re
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import (
 from specens.errors import UserError
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+DEVICE_FORM = re.compile(r"(auto|cpu|cuda|mps|xpu)(:\d+)?")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
 
 
@@ -89,6 +92,10 @@ class ModelSpec:
             raise UserError(f"model dtype={self.dtype}: choose one of {', '.join(DTYPES)}")
         if self.quantization is not None:
             check_quantization(self.quantization)
+        if self.attention not in ATTENTIONS:
+            raise UserError(f"model attention={self.attention}: choose one of {', '.join(ATTENTIONS)}")
+        if not DEVICE_FORM.fullmatch(self.device):
+            raise UserError(f"model device={self.device}: give auto, cpu, cuda, cuda:1, mps or xpu")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(
                 f"model device={self.device}: no CUDA device is available here; use device=auto or device=cpu"

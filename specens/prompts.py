@@ -137,7 +137,8 @@ class Source(ABC):
         placed = self.read()
         _check_unique(placed)
         if not placed:
-            raise UserError(f"no prompts at all in {self}: give it at least one")
+            where = getattr(self, "path", None) or getattr(self, "name", None) or type(self).__name__
+            raise UserError(f"prompts: {where!r} holds no prompts, give it at least one")
         kept = [question for _, question in placed[: self.limit]]
         if index >= len(kept):
             raise UserError(
@@ -162,7 +163,9 @@ class Inline(Source):
 
     def read(self) -> list[Placed]:
         if isinstance(self.texts, str) or not isinstance(self.texts, Sequence) or not self.texts:
-            raise UserError(f"prompts.texts is {reprlib.repr(self.texts)}: give at least one, prompts.texts=['Hello!']")
+            raise UserError(
+                f"prompts.texts is {reprlib.repr(self.texts)}: give a list of texts, prompts.texts=['Hello!']"
+            )
         placed: list[Placed] = []
         for index, value in enumerate(self.texts):
             place = f"prompts.texts[{index}]"
@@ -358,8 +361,10 @@ def _token_ids(value: object, place: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise UserError(f'{place}: "prompt_ids" is {reprlib.repr(value)}; give a list with at least one token id')
     for index, token in enumerate(value):
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise UserError(f'{place}: "prompt_ids"[{index}] is {reprlib.repr(token)}; give whole numbers from 0 on')
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise UserError(
+                f'{place}: "prompt_ids"[{index}] is {reprlib.repr(token)}; give token ids, whole numbers from 0'
+            )
     return tuple(value)
 
 

@@ -163,6 +163,11 @@ class RunWriter:
         text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=str)
         self._replace({SUMMARY_NAME: text + "\n"})
 
+    def add_error(self, prompt_id: str, trace: str) -> None:
+        """Append a failed prompt's traceback to `errors.log`."""
+        with (self.folder / "errors.log").open("a", encoding="utf-8") as file:
+            file.write(f"prompt {prompt_id}\n{trace}\n")
+
     def write_page(self, html: str) -> None:
         """Write `report.html`."""
         self._replace({"report.html": html})

@@ -15,6 +15,7 @@ import hydra
 import hydra.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from specens.config import CONF_DIR, VERSION_BASE, build, resolved
@@ -34,7 +35,12 @@ def run(config: DictConfig, folder: Path) -> dict[str, Any]:
     writer, screen = RunWriter(folder), Screen()
     try:
         plain = resolved(config)
-        job = Job(**{name: build(config[name]) for name in BUILT}, **{name: plain[name] for name in PLAIN})
+        unknown = sorted(set(plain) - {*BUILT, *PLAIN})
+        if unknown:
+            raise UserError(f"unknown option {unknown[0]}; there are {', '.join((*BUILT, *PLAIN))}")
+        parts: dict[str, Any] = {name: build(config.get(name)) for name in BUILT}
+        parts |= {name: plain.get(name) for name in PLAIN}
+        job = Job(**parts)
     except UserError as error:
         writer.write_summary({"status": "failed", "error": str(error)})
         raise
@@ -54,16 +60,24 @@ def quiet_libraries() -> None:
 
 @hydra.main(config_path=CONF_DIR, config_name="config", version_base=VERSION_BASE)
 def main(config: DictConfig) -> None:
-    quiet_libraries()
     folder = Path(HydraConfig.get().runtime.output_dir)
     os.chdir(hydra.utils.get_original_cwd())  # paths are relative to where the command was given, also with chdir=true
     try:
-        run(config, folder)
+        quiet_libraries()
+        summary = run(config, folder)
+        if summary["num_failed"]:
+            raise UserError(
+                f"{summary['num_failed']} of {summary['num_prompts']} prompts failed, the others are in {folder}"
+            )
     except UserError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            logging.getLogger("specens").error(
+                "%s", error
+            )  # now, and in the job's log: Hydra shows one job's at the end
         # Hydra prints exceptions of this class as their one line, goes on with a sweep's other jobs and exits with 1.
         raise CompactHydraException(f"specens: {error}") from None
     except KeyboardInterrupt:
-        print(f"interrupted; finished prompts are in {folder}", file=sys.stderr)
+        print(f"interrupted; prompts that were finished are in {folder}", file=sys.stderr)
         sys.exit(130)
 
 

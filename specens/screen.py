@@ -45,14 +45,17 @@ class Screen:
     def prompt_done(self, label: str, record: PromptRecord, steps: Sequence[StepRecord]) -> None:
         self.end_prompt()
         if record.error is not None:
-            return self._console.print(f"{escape(label)}  [red]failed:[/red] {escape(record.error)}")
+            first_line = next(iter(record.error.splitlines()), "")
+            return self._console.print(f"{escape(label)}  [red]failed:[/red] {escape(first_line)}")
         line = f"{label}  {progress(steps)}"
         if record.baseline_decode_s and record.decode_s and record.baseline_ids:
             plain = len(record.baseline_ids) / record.baseline_decode_s
             line += f"  plain {plain:.1f} tok/s ({len(record.output_ids) / record.decode_s / plain:.2f}x)"
+        line = escape(line)
         if record.is_identical is not None:
-            line += "  identical" if record.is_identical else f"  DIFFERS at token {record.fork_at}"
-        self.say(line)
+            at = f"DIFFERS at token {record.fork_at}, margin {record.fork_margin:.2g}" if record.fork_margin else ""
+            line += "  identical" if record.is_identical else f"  [red]{at or 'DIFFERS'}[/red]"
+        return self._console.print(line)
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The table of drafters and the run's main numbers."""

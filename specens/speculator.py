@@ -7,6 +7,7 @@ spec.stats
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from specens.decoding.types import StepRecord
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
-from specens.errors import UserError
+from specens.errors import UserError, check_count
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,20 @@ class Speculator:
         if input_ids is not None and inputs is not None:
             raise UserError("inputs and input_ids are two names for the prompt: give one of them")
         ids = input_ids if input_ids is not None else inputs
-        if ids is None or ids.dim() != 2 or ids.shape[0] != 1:
-            shape = None if ids is None else tuple(ids.shape)
-            raise UserError(f"input_ids must have shape [1, seq], got {shape}; decode a batch's prompts one by one")
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            raise UserError(
+                f"input_ids must be a tensor of token ids of shape [1, seq], got {type(ids).__name__}; "
+                "a tokenizer's output is passed as **inputs"
+            )
+        if ids.dim() != 2 or ids.shape[0] != 1:
+            got = tuple(ids.shape)
+            raise UserError(f"input_ids must have shape [1, seq], got {got}; decode a batch's prompts one by one")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; strip the padding instead")
         config = merge_options(self.target, generation_config, **options)
         prompt_ids = ids[0].tolist()
         key, seed = ",".join(map(str, prompt_ids)), self.seed if seed is None else seed
+        check_count("seed", seed, 0)
         with streaming(streamer, ids) as on_step:
             done = self.complete(prompt_ids, config, seed=seed, prompt_key=key, on_step=on_step)
         self._done.append(done)
@@ -200,6 +207,5 @@ def _drafter(entry: Any, name: str) -> Drafter:
         return LanguageModel(entry, name=name)
     if isinstance(entry, Drafter) and not isinstance(entry, type):  # a class has the names too
         return entry
-    raise UserError(
-        f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {entry!r}"
-    )
+    got = getattr(entry, "__name__", None) or reprlib.repr(entry)
+    raise UserError(f"drafter {name}: expected a drafter, a causal language model or a name in conf/drafter, got {got}")

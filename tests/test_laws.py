@@ -6,11 +6,13 @@ own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from helpers import Fake, decode, plain_greedy
+from helpers import Fake, decode, plain_greedy, text_drafter
 
 from specens.analysis.metrics import summarise
 from specens.decoding.budget import FixedBudget
@@ -25,6 +27,7 @@ from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.drafters.none import NoDrafter
 from specens.drafters.scripted import Fixed, Oracle, Replayed
+from specens.errors import DrafterError
 from specens.models import TargetCopy
 from specens.records import PromptRecord, frames_of
 from specens.tiny import random_model
@@ -59,6 +62,12 @@ def bushy(context):
     return Draft((last, last, 5, 6, 7, last, 5), (-1, -1, 0, 1, 2, -1, 5))
 
 
+def twins(context):
+    """Two beams that begin alike, drawn separately: the right token is under the first of two equal siblings or the second."""
+    first, second = context[-2:] if len(context) > 1 else (5, 6)
+    return Draft((first, second, first, first, second, second), (-1, 0, -1, 2, -1, 4))
+
+
 def team(name: str, model, other):
     """One drafter of each kind, and ensembles of them."""
     plain = {
@@ -72,6 +81,8 @@ def team(name: str, model, other):
         "fixed": lambda: Fixed([5, 6, 7, 8, 5], [-1, 0, 1, -1, 3]),
         "replayed": lambda: Replayed({tuple(p): plain_greedy(model, p, COUNT) for p in PROMPTS}),
         "bushy": lambda: Fake(bushy, "bushy"),
+        "twins": lambda: Fake(twins, "twins"),
+        "greedy": lambda: Fake(lambda context: Draft.chain([context[-1]] * 40), "greedy", depth=3),
         "silent": lambda: Fake(lambda context: [], "silent"),
     }
     if name in plain:
@@ -94,6 +105,7 @@ TEAMS = (
     "ngram+same",
     "silent+wrong+ngram+lm+oracle",
     "bushy+bushy2+ngram",
+    "twins+greedy+ngram",
 )
 
 
@@ -158,6 +170,66 @@ def test_law_1_a_text_that_ends_inside_a_block_ends_like_plain_decoding(model, o
         assert output == text[: text.index(eos) + 1]
         trimmed = sum(step.num_accepted + 1 - step.num_emitted for step in steps)
         assert trimmed in (0, 1) and len(output) == sum(s.num_accepted for s in steps) + len(steps) - trimmed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_law_1_a_drafter_cannot_write_into_the_context(model, plain, seed):
+    def scribble(context):
+        with contextlib.suppress(AttributeError, TypeError):
+            context.append(5)
+        with contextlib.suppress(AttributeError, TypeError):
+            context[0] = 5
+        return []
+
+    for members in ({"scribble": Fake(scribble)}, {"ngram": NGram(), "scribble": Fake(scribble), "ngram2": NGram()}):
+        assert run(Target(model), Ensemble(members), PROMPTS[0], seed=seed)[0] == plain[tuple(PROMPTS[0]), seed]
+
+
+def test_law_3_equal_siblings_are_one_proposal_also_for_its_credit(model):
+    text = plain_greedy(model, PROMPTS[0], 3)
+    wrong = (text[1] + 1) % 128
+    forest = Draft((text[0], text[1], text[0], wrong), (-1, 0, -1, 2))
+    drafter = Fake(lambda context: forest if len(context) == len(PROMPTS[0]) else [])
+    _, steps = run(Target(model), Ensemble({"twice": drafter}), PROMPTS[0])
+    first = steps[0].members[0]
+    assert (steps[0].num_accepted, first.num_matched, first.num_drafted, first.num_verified) == (2, 2, 4, 3)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array], ids=lambda kind: kind.__name__)
+def test_a_draft_counts_in_any_kind_of_integer(model, kind):
+    text = plain_greedy(model, PROMPTS[0], COUNT)
+    whole = [*PROMPTS[0], *text]
+    drafter = Fake(lambda context: Draft.chain(kind(whole[len(context) : len(context) + 4])), depth=4)
+    output, steps = run(Target(model), drafter, PROMPTS[0])
+    assert output == text and steps[0].num_accepted == 4
+
+
+@pytest.mark.parametrize("token", [128, -1, 10**6, 2**70])
+def test_a_token_that_the_target_lacks_fails_by_the_drafters_name(model, token):
+    members = {"ngram": NGram(), "culprit": Fake(lambda context: [token])}
+    with pytest.raises(DrafterError, match=rf"drafter culprit: proposed token {token}, .*0\.\.127"):
+        run(Target(model), Ensemble(members), PROMPTS[0])
+
+
+@pytest.mark.parametrize("said", [None, [1, 2], "abc", 5.5])
+def test_what_is_no_draft_fails_by_the_drafters_name(model, said):
+    class Mute(Fake):
+        def propose(self, context_ids, plan, sampler):
+            return said
+
+    with pytest.raises(DrafterError, match="drafter culprit: proposed"):
+        run(Target(model), Ensemble({"ngram": NGram(), "culprit": Mute(lambda context: [])}), PROMPTS[0])
+    with pytest.raises(DrafterError, match="drafter fake: proposed"):
+        run(Target(model), Mute(lambda context: []), PROMPTS[0])
+
+
+def test_a_member_cannot_crowd_out_the_others_by_ignoring_its_plan(model):
+    text = plain_greedy(model, PROMPTS[0], COUNT)
+    greedy = Fake(lambda context: Draft(tuple(range(120)), (-1,) * 120))
+    members = {"greedy": greedy, "knows": text_drafter(PROMPTS[0], text, depth=4)}
+    _, steps = decode(model, Ensemble(members), PROMPTS[0], COUNT, budget=FixedBudget(max_nodes=200))
+    assert steps[0].num_accepted == 4
+    assert steps[0].members[0].num_verified == 64 < steps[0].members[0].num_drafted == 120
 
 
 @pytest.mark.parametrize("seed", SEEDS)

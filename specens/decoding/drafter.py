@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that proposes tokens. The loop calls, once a run: `bind`; once a prompt: `start`; once a step: `propose`,
-    then `observe`. Whatever a drafter proposes, the output stays the target's own; only its speed changes.
+    """Anything that proposes tokens. The loop calls, once a run: `bind`; once a prompt: `start`; in every step `observe`,
+    and before it `propose`, unless the plan leaves this drafter out. Whatever a drafter proposes, the output stays the
+    target's own; only its speed changes.
     """
 
     @property

@@ -8,6 +8,7 @@ transformers, one reason why its version is pinned.)
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -92,7 +93,13 @@ def merge_options(target: Target, given: GenerationConfig | None, **options: Any
     except (ValueError, TypeError) as error:
         raise UserError(f"generation options: {error}") from error
     if unknown:
-        raise UserError(f"unknown generation option {sorted(unknown)[0]!r}; see transformers.GenerationConfig")
+        known = inspect.signature(model.generate).parameters
+        name = sorted(unknown)[0]
+        what = "argument {} of generate cannot be honoured here" if name in known else "unknown generation option {}"
+        raise UserError(f"{what.format(repr(name))}; leave it out")
+    for name in ("max_length", "max_new_tokens", "min_new_tokens"):
+        if options.get(name) is not None:
+            check_count(name, options[name], 0)
     config.max_length = next((length for length in explicit if length is not None), None)
     defaults = GenerationConfig._get_default_generation_params()
     for name, value in config.to_dict().items():

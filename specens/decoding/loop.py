@@ -13,8 +13,9 @@ from specens.decoding.sampling import Sampler
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
 from specens.decoding.timing import Stopwatch
-from specens.decoding.types import ROOT, Commit, Draft, MemberRecord, StepRecord, TokenTree, walk
+from specens.decoding.types import ROOT, Commit, Draft, Member, MemberRecord, StepRecord, TokenTree
 from specens.decoding.verify import Verifier
+from specens.errors import DrafterError
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Decoder:
         """Begin a prompt: the target's cache for it, and the seconds that this and the drafters' own beginning took."""
         watch = Stopwatch(self.target.device)
         cache = self.target.prefill(prompt_ids)
-        self.drafter.start(prompt_ids)
+        self.drafter.start(tuple(prompt_ids))
         return cache, watch.read()["step"]
 
     def decode(
@@ -39,12 +40,13 @@ class Decoder:
     ) -> Iterator[StepRecord]:
         """One record per step, until a stop rule ends the text."""
         watch = Stopwatch(self.target.device)
-        ids, step, reason = list(prompt_ids), 0, None
+        ids, step, reason = tuple(prompt_ids), 0, None  # a tuple: nobody who is shown the context can change it
         while reason is None:
             watch.restart()
             plan = self.budget.plan(PlanContext(self.drafter.members, len(ids), stop.tokens_wanted(len(ids))))
             with watch.span("draft"):
                 draft = self.drafter.propose(ids, plan, sampler) if plan.num_tokens else Draft()
+                check_draft(draft, self.drafter.members, self.target.vocab_size)
             tree = merge(draft, plan, stop.eos_ids)
             with watch.span("verify"):
                 logits = self.target.score(cache, ids[-1], tree, self.layout)
@@ -76,26 +78,44 @@ class Decoder:
             layout=self.layout,
             finish_reason=commit.finish_reason,
             members=tuple(
-                credit(member.name, index, draft, tree, commit, 1e3 * member_s[index])
+                score_member(member, index, draft, tree, commit, 1e3 * member_s[index])
                 for index, member in enumerate(members)
             ),
         )
 
 
-def credit(name: str, index: int, draft: Draft, tree: TokenTree, commit: Commit, draft_ms: float) -> MemberRecord:
-    """Score a member's whole proposal, pruned nodes included, against the emitted tokens."""
+def check_draft(draft: Draft, members: Sequence[Member], vocab_size: int) -> None:
+    """Name the drafter whose proposal could not even be verified. Raises DrafterError."""
+    if not isinstance(draft, Draft):
+        names = ", ".join(member.name for member in members)
+        raise DrafterError(f"drafter {names}: proposed {type(draft).__name__}, not a Draft")
+    if any(not 0 <= owner < len(members) for owner in draft.owners) or len(draft.seconds) not in (0, len(members)):
+        raise DrafterError(f"a draft of {len(members)} members has owners {draft.owners} and seconds {draft.seconds}")
+    for node, token in enumerate(draft.token_ids):
+        if not 0 <= token < vocab_size:
+            name = members[draft.owner(node)].name
+            raise DrafterError(f"drafter {name}: proposed token {token}, the target has the ids 0..{vocab_size - 1}")
+
+
+def score_member(
+    member: Member, index: int, draft: Draft, tree: TokenTree, commit: Commit, draft_ms: float
+) -> MemberRecord:
+    """Compare a member's whole proposal, pruned nodes included, with the emitted tokens."""
     own = [node for node in range(len(draft)) if draft.owner(node) == index]
-    children: dict[int, dict[int, int]] = {}
-    for node in own:
-        children.setdefault(draft.parents[node], {})[draft.token_ids[node]] = node
-    matched = list(walk(children, commit.token_ids))
-    last = matched[-1] if matched else ROOT
-    missed = len(matched) < len(commit.token_ids) and bool(children.get(last))
+    num_matched = num_tested = 0
+    reached = {ROOT}  # several nodes when siblings carry the same token
+    for token in commit.token_ids:
+        children = [node for node in own if draft.parents[node] in reached]
+        reached = {node for node in children if draft.token_ids[node] == token}
+        num_tested += bool(children)
+        num_matched += bool(reached)
+        if not reached:
+            break
     return MemberRecord(
-        drafter=name,
+        drafter=member.name,
         num_drafted=len(own),
         num_verified=sum(owners >> index & 1 for owners in tree.owners),
-        num_matched=len(matched),
-        num_tested=len(matched) + missed,
+        num_matched=num_matched,
+        num_tested=num_tested,
         draft_ms=draft_ms,
     )

@@ -8,31 +8,36 @@ from specens.decoding.types import ROOT, Draft, Plan, TokenTree, depths_of
 
 
 def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
-    """Merge a draft (an ensemble's: all members' forests in a row) into one tree within the plan's depth and node budget.
+    """Merge a draft (an ensemble's: all members' forests in a row) into one tree within the plan.
 
     Equal siblings become one node with several owners. Nodes below an end-of-sequence token are dropped, as nothing can be
-    accepted there, and so are nodes deeper than planned, which could reach over the end of the context. When the budget
-    is short, shallow nodes stay first, then nodes with more owners, then earlier ones; a parent is never deeper nor owned
-    by fewer than its child, so what stays is always a tree.
+    accepted there, and so is what goes beyond a member's own plan, which could reach over the end of the context or crowd
+    out the others. When the whole budget is short, shallow nodes stay first, then nodes with more owners, then earlier
+    ones; a parent is never deeper nor owned by fewer than its child, so what stays is always a tree.
     """
     token_ids: list[int] = []
     parents: list[int] = []
     owners: list[int] = []
     merged: dict[tuple[int, int], int] = {}
     depths = depths_of(draft.parents)
+    shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
+    num_kept = [0] * len(shares)
     place: list[int | None] = []  # draft node -> tree node, None for a dropped one
     for index, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         above = ROOT if parent == ROOT else place[parent]
-        if above is None or depths[index] > plan.num_tokens or (above != ROOT and token_ids[above] in eos_ids):
+        owner = draft.owner(index)
+        is_over = depths[index] > shares[owner].num_tokens or num_kept[owner] >= shares[owner].num_nodes
+        if above is None or is_over or (above != ROOT and token_ids[above] in eos_ids):
             place.append(None)
             continue
+        num_kept[owner] += 1
         node = merged.get((above, token))
         if node is None:
             node = merged[(above, token)] = len(token_ids)
             token_ids.append(token)
             parents.append(above)
             owners.append(0)
-        owners[node] |= 1 << draft.owner(index)
+        owners[node] |= 1 << owner
         place.append(node)
     tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners))
     return tree if len(tree) <= plan.num_nodes else _cut(tree, plan.num_nodes)

@@ -29,11 +29,12 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, origin: Any = None
     ) -> None:
-        self.model = model.eval()
+        self.model = model
         self.tokenizer = tokenizer
         self.origin = origin
         self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         refuse_unsupported(model)
+        refuse_training_mode(model, "the target")
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -146,6 +147,12 @@ class Target:
         if last_only and self._takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
         return self.model(**inputs, cache=cache.states, use_cache=True).logits
+
+
+def refuse_training_mode(model: PreTrainedModel, name: str) -> None:
+    """In training mode dropout makes a model's output random. Not ours to switch off: the model is not touched."""
+    if model.training:
+        raise UserError(f"{name} is in training mode: call model.eval() first")
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

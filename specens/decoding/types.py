@@ -6,7 +6,8 @@ committed token. Parents stand before their children, so a chain is the forest w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ROOT = -1
@@ -68,13 +69,18 @@ class Draft:
     seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        # Plain ints, whatever kind of integer a drafter counts in: the items of a tensor would never equal a token.
+        object.__setattr__(self, "token_ids", tuple(map(operator.index, self.token_ids)))
+        object.__setattr__(self, "parents", tuple(map(operator.index, self.parents)))
         if len(self.token_ids) != len(self.parents):
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.parents)} parents")
         if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(f"a draft's parents must stand before their children, got {self.parents}")
+        if len(self.owners) not in (0, len(self.token_ids)):
+            raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.owners)} owners")
 
     @classmethod
-    def chain(cls, token_ids: tuple[int, ...] | list[int]) -> Draft:
+    def chain(cls, token_ids: Sequence[int]) -> Draft:
         """A draft without branches: every token hangs on the one before."""
         return cls(tuple(token_ids), chain_parents(len(token_ids)))
 
@@ -186,14 +192,3 @@ class StepRecord:
     @property
     def num_emitted(self) -> int:
         return len(self.token_ids)
-
-
-def walk(tree_children: dict[int, dict[int, int]], token_ids: tuple[int, ...]) -> Iterator[int]:
-    """Nodes on the path that spells `token_ids`, as far as the tree goes."""
-    node = ROOT
-    for token in token_ids:
-        child = tree_children.get(node, {}).get(token)
-        if child is None:
-            return
-        node = child
-        yield node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +12,16 @@ from specens.decoding.drafter import Drafter, describe
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
-from specens.errors import UserError
+from specens.errors import DrafterError, UserError
+
+MAX_MEMBERS = 62
+"""A node's owners are a bit mask, stored as a 64-bit number."""
 
 
 class Ensemble:
     """Named members that all draft in every step. Their forests stand one after another in one Draft, each node with its
-    owner; merging them is not the ensemble's business. Without members it is plain decoding. An ensemble inside an
-    ensemble shows its members as `outer/inner`.
+    owner; merging them is not the ensemble's business. Without members it is plain decoding. A member with several
+    members of its own shows them as `outer/inner`.
     """
 
     def __init__(self, members: Mapping[str, Drafter] | None = None) -> None:
@@ -25,13 +29,15 @@ class Ensemble:
         for name, member in self._drafters.items():
             if not name or "/" in name or isinstance(member, type) or not isinstance(member, Drafter):
                 raise UserError(
-                    f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {member!r}"
+                    f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {reprlib.repr(member)}"
                 )
+        if len(self.members) > MAX_MEMBERS:
+            raise UserError(f"an ensemble has at most {MAX_MEMBERS} members, got {len(self.members)}")
 
     @property
     def members(self) -> tuple[Member, ...]:
         return tuple(
-            replace(inner, name=name if not isinstance(drafter, Ensemble) else f"{name}/{inner.name}")
+            replace(inner, name=name if len(drafter.members) == 1 else f"{name}/{inner.name}")
             for name, drafter in self._drafters.items()
             for inner in drafter.members
         )
@@ -53,11 +59,11 @@ class Ensemble:
         owners: list[int] = []
         seconds: list[float] = []
         shares = iter(plan.members or [plan] * len(self.members))
-        for drafter in self._drafters.values():
+        for name, drafter in self._drafters.items():
             share = _plan_of([next(shares) for _ in drafter.members], plan)
             silent = share.num_tokens == 0 or (plan.first_only and bool(token_ids))
             begin = time.perf_counter()
-            draft = Draft() if silent else drafter.propose(context_ids, share, sampler)
+            draft = Draft() if silent else _ask(name, drafter, context_ids, share, sampler)
             elapsed = time.perf_counter() - begin
             offset, first_owner = len(token_ids), len(seconds)
             token_ids += draft.token_ids
@@ -76,4 +82,15 @@ def _plan_of(shares: list[Plan], plan: Plan) -> Plan:
     if len(shares) == 1:
         return shares[0]
     depth = max((share.num_tokens for share in shares), default=0)
-    return Plan(depth, plan.num_nodes, tuple(shares), plan.first_only)
+    return Plan(depth, sum(share.num_nodes for share in shares), tuple(shares), plan.first_only)
+
+
+def _ask(name: str, drafter: Drafter, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+    """A member's proposal; an error that says whose it is."""
+    try:
+        draft = drafter.propose(context_ids, plan, sampler)
+    except Exception as error:
+        raise DrafterError(f"drafter {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(draft, Draft):
+        raise DrafterError(f"drafter {name}: proposed {type(draft).__name__}, not a Draft")
+    return draft

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specens.decoding.cache import KVCache
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target, refuse_unsupported
+from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
 from specens.decoding.types import Commit, Draft, Member, Plan
 from specens.errors import check_count
 from specens.models import LoadedModel, ModelSpec, TargetCopy, check_same_vocabulary
@@ -52,7 +52,8 @@ class LanguageModel:
 
     def bind(self, target: Target) -> None:
         if isinstance(self._source, PreTrainedModel):
-            self._loaded = LoadedModel.of(self._source.eval())
+            refuse_training_mode(self._source, self._member.name)
+            self._loaded = LoadedModel.of(self._source)
         else:
             self._loaded = self._source.load_for(target)
             check_same_vocabulary(self._member.name, self._loaded.tokenizer, target.tokenizer)
@@ -74,7 +75,7 @@ class LanguageModel:
         for _ in range(plan.num_tokens):
             logits = self._next_logits(ids)
             if logits is None:
-                return Draft()
+                break
             ids.append(sampler.pick(ids, logits))
         self._drafted = ids[self._base :]
         return Draft.chain(self._drafted)

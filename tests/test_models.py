@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specens.decoding.target import Target
 from specens.drafters.lm import LanguageModel
+from specens.drafters.none import NoDrafter
 from specens.errors import UserError
 from specens.models import ModelSpec, TargetCopy, check_same_vocabulary
 from specens.sources import WheelFile, cache_dir, make_once
@@ -555,3 +556,27 @@ def test_b38_an_int8_drafter_does_not_write_a_line_for_every_layer_of_every_forw
     with caplog.at_level("WARNING"):
         decode(target, LanguageModel(TargetCopy("int8"), num_draft_tokens=3), PROMPT, 12)
     assert len([record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]) <= 1
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_b36_a_model_is_placed_while_it_is_loaded_and_never_moved(monkeypatch, saved, quantization):
+    """bitsandbytes refuses to move 8-bit models, so nothing may call `.to` on a device afterwards."""
+
+    def moved(self, *args, **kwargs):
+        raise AssertionError(f"moved with {args} {kwargs}")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", moved)
+    monkeypatch.setattr("transformers.PreTrainedModel.cuda", moved)
+    loaded = ModelSpec(str(saved), dtype="float32", device="cpu", quantization=quantization).load()
+    assert decode(Target(loaded.model), LanguageModel(loaded.model, 2), PROMPT, 6)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_b36_target_and_drafter_may_live_on_different_devices(saved, device):
+    """Ids are handed over as numbers and scores are moved to where the target's processors are."""
+    target = Target(ModelSpec(str(saved), dtype="float32", device="cuda").load().model)
+    drafter = LanguageModel(ModelSpec(str(saved), dtype="float32", device=device), num_draft_tokens=3)
+    plain, _ = decode(target, NoDrafter(), PROMPT, 12)
+    assert decode(target, drafter, PROMPT, 12)[0] == plain

@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
         RunWriter(tmp_path / "file" / "run")
 
 
-def test_of_two_that_start_at_once_in_one_folder_one_is_refused(
+def test_b58_of_two_that_start_at_once_in_one_folder_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = write_run(tmp_path, "p")
@@ -149,7 +149,7 @@ def test_of_two_that_start_at_once_in_one_folder_one_is_refused(
     assert load(tmp_path).prompts["prompt_id"].tolist() == first.frames()[0]["prompt_id"].tolist() == ["p"]
 
 
-def test_a_file_is_replaced_and_never_rewritten_in_place(tmp_path: Path) -> None:
+def test_b57_a_file_is_replaced_and_never_rewritten_in_place(tmp_path: Path) -> None:
     writer = write_run(tmp_path, "p")
     writer.write_summary({"status": "running"})
     names = [*(f"{name}.parquet" for name in SCHEMAS), "summary.json"]
@@ -217,7 +217,7 @@ def test_a_killed_run_keeps_every_finished_prompt(tmp_path: Path) -> None:
     assert (run.steps.groupby("prompt_id").size().reindex(listed) == 50).all()
 
 
-def test_a_sweep_is_merged_with_the_runs_named(tmp_path: Path) -> None:
+def test_b58_a_sweep_is_merged_with_the_runs_named(tmp_path: Path) -> None:
     write_run(tmp_path / "drafter=ngram" / "0", "p")
     write_run(tmp_path / "drafter=lm" / "1", "p", "q")
     run = load(tmp_path)
@@ -233,7 +233,7 @@ def test_a_folder_named_twice_is_read_once_and_equal_names_are_told_apart(tmp_pa
     assert run.prompts["run"].tolist() == [str(tmp_path / "x" / "0"), str(tmp_path / "y" / "0")]
 
 
-def test_runs_with_and_without_drafters_mix_in_any_order(tmp_path: Path) -> None:
+def test_b56_runs_with_and_without_drafters_mix_in_any_order(tmp_path: Path) -> None:
     silent, loud = RunWriter(tmp_path / "silent"), RunWriter(tmp_path / "loud")
     silent.add(prompt("p", baseline_ids=None), [plain_step()])
     loud.add(prompt("q", baseline_ids=(4, 5, 6), baseline_decode_s=2.0, is_identical=True), [step()])
@@ -248,7 +248,7 @@ def test_runs_with_and_without_drafters_mix_in_any_order(tmp_path: Path) -> None
         assert len(pd.read_parquet([path.with_name("drafts.parquet") for path in paths])) == 2
 
 
-def test_broken_and_foreign_files_are_named_and_the_others_load(tmp_path: Path) -> None:
+def test_b57_broken_and_foreign_files_are_named_and_the_others_load(tmp_path: Path) -> None:
     write_run(tmp_path / "good", "p")
     write_run(tmp_path / "bad", "q")
     (tmp_path / "x.parquet").write_bytes(os.urandom(100))

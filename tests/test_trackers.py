@@ -134,7 +134,7 @@ def table_on_disk(folder: Path, key: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_every_job_of_a_process_has_its_own_run_even_if_one_fails(tmp_path, caplog) -> None:
+def test_b51_every_job_of_a_process_has_its_own_run_even_if_one_fails(tmp_path, caplog) -> None:
     for job in range(3):
         tracker, status = WandbTracker(mode="offline", tags=["a"]), "failed"
         try:
@@ -155,7 +155,7 @@ def test_every_job_of_a_process_has_its_own_run_even_if_one_fails(tmp_path, capl
     assert warnings_in(caplog) == []
 
 
-def test_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
+def test_b53_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
     tracker = WandbTracker(mode="offline")
     tracker.start(tmp_path, {})
     for step in (1, 2):
@@ -197,7 +197,7 @@ def run_without_login(folder: Path, stdin: int, stderr: int, **environment: str)
     return done.returncode, done.stdout.decode()
 
 
-def test_without_a_key_it_logs_offline_with_one_notice(tmp_path) -> None:
+def test_b52_without_a_key_it_logs_offline_with_one_notice(tmp_path) -> None:
     with (tmp_path / "stderr").open("wb") as stderr:
         result = run_without_login(tmp_path / "run", subprocess.DEVNULL, stderr.fileno())
     (notice,) = (tmp_path / "stderr").read_text().splitlines()
@@ -208,7 +208,7 @@ def test_without_a_key_it_logs_offline_with_one_notice(tmp_path) -> None:
     assert logged(folder)["history"][0]["acceptance_length"] == 2.0
 
 
-def test_on_a_terminal_it_never_asks_for_a_key(tmp_path) -> None:
+def test_b52_on_a_terminal_it_never_asks_for_a_key(tmp_path) -> None:
     terminal, terminal_end = pty.openpty()
     try:
         result = run_without_login(tmp_path / "run", terminal_end, terminal_end, TERM="xterm")
@@ -220,7 +220,7 @@ def test_on_a_terminal_it_never_asks_for_a_key(tmp_path) -> None:
     assert len(shown.splitlines()) == 1
 
 
-def test_without_the_network_it_logs_offline_with_one_notice(tmp_path) -> None:
+def test_b52_without_the_network_it_logs_offline_with_one_notice(tmp_path) -> None:
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_HTTP_TIMEOUT": "2"}
     with (tmp_path / "stderr").open("wb") as stderr:
         result = run_without_login(tmp_path / "run", subprocess.DEVNULL, stderr.fileno(), **nowhere)
@@ -317,7 +317,7 @@ def test_unusable_options_are_refused_by_name(monkeypatch, tmp_path) -> None:
         WandbTracker().start(tmp_path, {})
 
 
-def test_columns_have_one_type_and_rows_one_length() -> None:
+def test_b54_columns_have_one_type_and_rows_one_length() -> None:
     rows = [
         {"drafter": "a", "mixed": 1, "number": 1, "flag": True, "ids": [1, 2], "nothing": None},
         {"drafter": "b", "mixed": "x", "number": 0.5, "flag": None, "ids": None, "extra": math.inf},

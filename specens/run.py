@@ -70,10 +70,8 @@ def main(config: DictConfig) -> None:
                 f"{summary['num_failed']} of {summary['num_prompts']} prompts failed, the others are in {folder}"
             )
     except UserError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            logging.getLogger("specens").error(
-                "%s", error
-            )  # now, and in the job's log: Hydra shows one job's at the end
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra shows one failed job, at the end: say each now
+            logging.getLogger("specens").error("%s", error)
         # Hydra prints exceptions of this class as their one line, goes on with a sweep's other jobs and exits with 1.
         raise CompactHydraException(f"specens: {error}") from None
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ class Screen:
     """Writes to the terminal; in a pipe the live line is left out."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        # Without a terminal to measure, rich would squeeze the table into 80 columns.
+        self._console = console or Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 100)
         self._status: Status | None = None
 
     def say(self, line: str) -> None:

@@ -248,7 +248,7 @@ class Hub(Source):
             option = "split" if self.name else "name"
             raise UserError(f"prompts.{option} is not set: prompts=hub needs a data set's name and split")
         try:
-            from datasets import load_dataset
+            from datasets import load_dataset  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("prompts=hub needs the package datasets: pip install datasets") from error
         try:

@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specens.errors import UserError
+from specens.errors import UserError, one_line
 
 VERSION_BASE = "1.3"
 
@@ -40,7 +40,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration: {_first_line(error)} (for a literal ${{...}} write \\${{...}})") from error
+        raise UserError(f"configuration: {one_line(error)} (for a literal ${{...}} write \\${{...}})") from error
     assert isinstance(plain, dict)
     return plain  # pyright: ignore[reportReturnType]
 
@@ -79,7 +79,7 @@ def _instantiate(value: Any) -> Any:
     try:
         return target(**fields)
     except TypeError as error:  # an option that the class needs, or one of another type
-        raise UserError(f"{value['_target_']}: {_first_line(error)}") from error
+        raise UserError(f"{value['_target_']}: {one_line(error)}") from error
 
 
 def _locate(name: str) -> Any:
@@ -102,7 +102,3 @@ def drafter_named(name: str) -> Any:
     if name not in known:
         raise UserError(f"drafter {name!r}: choose one of {', '.join(known)}")
     return build(compose([f"drafter={name}"]).drafter)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

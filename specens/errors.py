@@ -15,3 +15,8 @@ def check_count(option: str, value: object, least: int = 1) -> None:
 
 class DrafterError(RuntimeError):
     """A drafter failed; the message names it. The prompt fails, the others go on."""
+
+
+def one_line(error: object) -> str:
+    """An error's message on one line, not too long, or the error's kind when it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

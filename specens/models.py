@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specens.errors import UserError
+from specens.errors import UserError, one_line
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -130,7 +130,7 @@ class ModelSpec:
             model = AutoModelForCausalLM.from_pretrained(location, **options, **self._load_options(gguf_file))
             fit_to_cpu(model)
         except Exception as error:  # every loader has its own exceptions; the user needs one line
-            raise UserError(f"cannot load {self._label(location, gguf_file)}: {first_line(error)}") from error
+            raise UserError(f"cannot load {self._label(location, gguf_file)}: {one_line(error)}") from error
         return LoadedModel.of(model.eval(), tokenizer, self)
 
     def load_for(self, target: Any) -> LoadedModel:
@@ -249,8 +249,3 @@ def check_same_vocabulary(
             f"drafter {name}: its tokenizer ({tokenizer.name_or_path}) differs from the target's "
             f"({target_tokenizer.name_or_path}); use a drafter model of the target's own family"
         )
-
-
-def first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

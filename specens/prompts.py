@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specens.errors import UserError
+from specens.errors import UserError, check_count, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[st
         # Ids straight from the template: its text tokenised again would get a second BOS.
         encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     except (TemplateError, ValueError) as error:
-        message = f"the tokenizer's chat template refused a conversation ({_one_line(error)}): use prompts.chat=false"
+        message = f"the tokenizer's chat template refused a conversation ({one_line(error)}): use prompts.chat=false"
         raise UserError(message) from error
     return tuple(int(token) for token in encoded)
 
@@ -130,7 +130,8 @@ class Source(ABC):
 
     def questions(self) -> list[Question]:
         """The checked questions of this source and shard. Raises UserError: bad option, bad input, or nothing left."""
-        _check_count("prompts.limit", self.limit)
+        if self.limit is not None:
+            check_count("prompts.limit", self.limit)
         if self.chat is not None and not isinstance(self.chat, bool):
             raise UserError(f"prompts.chat is {self.chat!r}: give true, false or null (the template if there is one)")
         index, num_shards = _parse_shard(self.shard)
@@ -201,7 +202,8 @@ class SpecBench(Source):
     def read(self) -> list[Placed]:
         if self.turns not in ("first", "all"):
             raise UserError(f"prompts.turns is {self.turns!r}: give first or all")
-        _check_count("prompts.per_category", self.per_category)
+        if self.per_category is not None:
+            check_count("prompts.per_category", self.per_category)
         num_seen: dict[str, int] = {}
         placed: list[Placed] = []
         for _, place, row in _read_rows(_path(self.path)):
@@ -255,18 +257,13 @@ class Hub(Source):
             rows: Any = load_dataset(self.name, self.config, split=self.split, revision=self.revision)
         except Exception as error:  # no network, name, split or revision: the library raises many unrelated types
             raise UserError(
-                f"cannot load split {self.split!r} of data set {self.name!r} ({_one_line(error)}): check prompts.name, "
+                f"cannot load split {self.split!r} of data set {self.name!r} ({one_line(error)}): check prompts.name, "
                 "prompts.split and the network, or use prompts=jsonl"
             ) from error
         if self.column not in rows.column_names:
             names = ", ".join(map(str, rows.column_names))
             raise UserError(f"{self.name!r} has no column {self.column!r}: set prompts.column to one of {names}")
         return rows[self.column][: self.limit]
-
-
-def _check_count(option: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UserError(f"{option} is {value!r}: give a whole number of at least 1, or null for all")
 
 
 def _parse_shard(shard: object) -> tuple[int, int]:
@@ -316,7 +313,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not valid JSON ({_one_line(error)}); write one JSON object a line") from error
+            raise UserError(f"{place}: not valid JSON ({one_line(error)}); write one JSON object a line") from error
         if not isinstance(row, dict):
             raise UserError(f'{place}: a JSON {type(row).__name__}, not an object; write {{"text": "..."}}')
         yield number, place, row
@@ -366,7 +363,3 @@ def _token_ids(value: object, place: str) -> tuple[int, ...]:
                 f'{place}: "prompt_ids"[{index}] is {reprlib.repr(token)}; give token ids, whole numbers from 0'
             )
     return tuple(value)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

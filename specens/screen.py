@@ -14,6 +14,7 @@ from rich.status import Status
 from rich.table import Table
 
 from specens.decoding.types import StepRecord
+from specens.errors import one_line
 from specens.records import PromptRecord
 
 
@@ -47,8 +48,7 @@ class Screen:
     def prompt_done(self, label: str, record: PromptRecord, steps: Sequence[StepRecord]) -> None:
         self.end_prompt()
         if record.error is not None:
-            first_line = next(iter(record.error.splitlines()), "")
-            return self._console.print(f"{escape(label)}  [red]failed:[/red] {escape(first_line)}")
+            return self._console.print(f"{escape(label)}  [red]failed:[/red] {escape(one_line(record.error))}")
         line = f"{label}  {progress(steps)}"
         if record.baseline_decode_s and record.decode_s and record.baseline_ids:
             plain = len(record.baseline_ids) / record.baseline_decode_s

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from specens.errors import UserError
+from specens.errors import UserError, one_line
 
 log = logging.getLogger("specens")
 
@@ -179,7 +179,7 @@ class WandbTracker:
                 return run
             reason = "no API key found"
         except Exception as error:
-            reason = _one_line(error)
+            reason = one_line(error)
         run = init("offline")
         log.warning("W&B: %s; logging offline, upload later with: wandb sync %s", reason, Path(run.dir).parent)
         return run
@@ -191,7 +191,7 @@ class WandbTracker:
         except Exception as error:
             if not self._has_warned:
                 log.warning(
-                    "W&B failed to %s (%s); going on without, the run folder has everything", what, _one_line(error)
+                    "W&B failed to %s (%s); going on without, the run folder has everything", what, one_line(error)
                 )
             self._has_warned = True
 
@@ -283,7 +283,3 @@ def _known_mode(mode: str, source: str) -> Mode:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)  # a bool is a number here: it charts as 0 or 1
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:300]

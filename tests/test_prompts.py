@@ -347,7 +347,7 @@ def test_a_spec_bench_line_with_a_wrong_type_is_named(write: Write, key: str, va
 def test_spec_bench_options_are_checked(write: Write) -> None:
     path = write(*spec_bench_lines())
     assert "prompts.turns is 'last'" in refusal(SpecBench(path=path, turns="last"))
-    assert "prompts.per_category is 0" in refusal(SpecBench(path=path, per_category=0))
+    assert "prompts.per_category=0" in refusal(SpecBench(path=path, per_category=0))
 
 
 class Rows(dict[str, list[Any]]):
@@ -418,7 +418,7 @@ def test_a_shard_that_is_none_is_refused(shard: Any) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, "3", True])
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
-    assert "prompts.limit is" in refusal(Inline(texts=["a"], limit=limit))
+    assert "prompts.limit=" in refusal(Inline(texts=["a"], limit=limit))
 
 
 def test_chat_is_true_false_or_null() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
 from specens.decoding.types import TokenTree, chain_parents
-from specens.errors import UserError
+from specens.errors import UserError, one_line
 
 Layout = Literal["tree", "rows"]
 """`tree`: one row, 4D mask. `rows`: one batch row per root-to-leaf path, ordinary causal attention."""
@@ -205,9 +205,8 @@ def self_check(target: Target, layout: Layout) -> None:
     try:
         error = _verification_error(target, layout)
     except Exception as failure:  # whatever a model that was not made for this raises
-        first_line = next(iter(str(failure).splitlines()), "") or type(failure).__name__
         raise UserError(
-            f"{target.name}: cannot verify with layout={layout} ({first_line}); try the other layout"
+            f"{target.name}: cannot verify with layout={layout} ({one_line(failure)}); try the other layout"
         ) from failure
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not _is_quantized(target.model) else 0.1
     if not error <= tolerance:

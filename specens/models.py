@@ -5,6 +5,7 @@ The only file that knows bitsandbytes. Weights come from safetensors (or GGUF), 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import logging
@@ -30,6 +31,8 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 DEVICE_FORM = re.compile(r"(auto|cpu|cuda|mps|xpu)(:\d+)?")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
+PROBE = "The quick brown fox, 1234 €; \n\tdef f(x): return x"
+"""A text that tokenizers of one vocabulary, but with other rules, cut differently."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,14 @@ def bitsandbytes_config(quantization: str) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization)
 
 
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Says whether two tokenizers mean the same by every id: a hash of the vocabulary and of how a probe text is cut."""
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    probe = tokenizer.encode(PROBE, add_special_tokens=False)
+    digest = hashlib.sha256(repr((vocab, sorted(tokenizer.all_special_ids), probe)).encode())
+    return digest.hexdigest()[:16]
+
+
 def check_same_vocabulary(
     name: str, tokenizer: PreTrainedTokenizerBase | None, target_tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
@@ -237,12 +248,11 @@ def check_same_vocabulary(
     """
     if tokenizer is None or target_tokenizer is None or tokenizer is target_tokenizer:
         return
-    probe = "The quick brown fox, 1234 €; \n\tdef f(x): return x"
     same = (
         tokenizer.get_vocab() == target_tokenizer.get_vocab()
         and sorted(tokenizer.all_special_ids) == sorted(target_tokenizer.all_special_ids)
-        and tokenizer.encode(probe, add_special_tokens=False)
-        == target_tokenizer.encode(probe, add_special_tokens=False)
+        and tokenizer.encode(PROBE, add_special_tokens=False)
+        == target_tokenizer.encode(PROBE, add_special_tokens=False)
     )
     if not same:
         raise UserError(

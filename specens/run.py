@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +60,32 @@ def quiet_libraries() -> None:
     logging.captureWarnings(True)
 
 
+@contextmanager
+def failing_in_one_line(mode: RunMode | None, interrupted: str) -> Iterator[None]:
+    """What every door does with errors: the user's own in one line and exit code 1, Ctrl-C with 130."""
+    try:
+        yield
+    except UserError as error:
+        if mode == RunMode.MULTIRUN:  # Hydra shows one failed job, at the end: say each now
+            logging.getLogger("specens").error("%s", error)
+        # Hydra prints exceptions of this class as their one line, goes on with a sweep's other jobs and exits with 1.
+        raise CompactHydraException(f"specens: {error}") from None
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
+
+
 @hydra.main(config_path=CONF_DIR, config_name="config", version_base=VERSION_BASE)
 def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     os.chdir(hydra.utils.get_original_cwd())  # paths are relative to where the command was given, also with chdir=true
-    try:
+    with failing_in_one_line(HydraConfig.get().mode, f"interrupted; prompts that were finished are in {folder}"):
         quiet_libraries()
         summary = run(config, folder)
         if summary["num_failed"]:
             raise UserError(
                 f"{summary['num_failed']} of {summary['num_prompts']} prompts failed, the others are in {folder}"
             )
-    except UserError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra shows one failed job, at the end: say each now
-            logging.getLogger("specens").error("%s", error)
-        # Hydra prints exceptions of this class as their one line, goes on with a sweep's other jobs and exits with 1.
-        raise CompactHydraException(f"specens: {error}") from None
-    except KeyboardInterrupt:
-        print(f"interrupted; prompts that were finished are in {folder}", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ class ScriptedTarget:
 
     class Prefix:
         def __init__(self, ids: Sequence[int]) -> None:
-            self.ids, self.tree = list(ids), TokenTree()
+            self.ids, self.tree, self.hidden = list(ids), TokenTree(), {}
 
         def accept(self, path: Sequence[int]) -> None:
             self.ids += [self.tree.token_ids[node] for node in path]
 
-    def prefill(self, prompt_ids: Sequence[int]) -> Prefix:
+    def prefill(self, prompt_ids: Sequence[int], hidden_layers: Sequence[int] = ()) -> Prefix:
         return self.Prefix(prompt_ids[:-1])
 
     def score(self, cache: Prefix, last_token: int, tree: TokenTree, layout: str) -> torch.Tensor:

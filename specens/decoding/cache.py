@@ -26,10 +26,16 @@ class KVCache:
 
     `states` goes to the model's forward. A step calls `open_tree` or `open_rows`, runs the forward over the last committed
     token and the nodes, and then `accept`s the path that was committed.
+
+    With `hidden_layers` it also carries the hidden states of the last forward, by index of transformers' `hidden_states`
+    (0: embeddings, the last: what the output projection reads): `[rows, width, hidden_size]` after the forward, and
+    `[num_new, hidden_size]` of the positions that stayed after `accept`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hidden_layers: Sequence[int] = ()) -> None:
         self.states = DynamicCache()
+        self.hidden_layers = tuple(hidden_layers)
+        self.hidden: dict[int, torch.Tensor] = {}
         self._base = 0
         self._rows: tuple[tuple[int, ...], ...] | None = None
 
@@ -59,13 +65,25 @@ class KVCache:
     def accept(self, path: Sequence[int]) -> None:
         """Keep the context, the last committed token and the nodes on `path`; drop the rest. One row again."""
         keep = self._base + 1 + len(path)
+        row, slots = 0, [0, *(node + 1 for node in path)]
         if self._rows is None:
             self._gather(path)
-        elif len(self._rows) > 1:
+        else:
+            slots = list(range(len(slots)))
             row = next(r for r, nodes in enumerate(self._rows) if nodes[: len(path)] == tuple(path))
-            self.states.batch_select_indices(torch.tensor([row]))
+            if len(self._rows) > 1:
+                self.states.batch_select_indices(torch.tensor([row]))
         self._rows = None
         self.rollback(keep)
+        self.hidden = {layer: states[row, slots] for layer, states in self.hidden.items()}
+
+    def repeat_rows(self, num_rows: int) -> None:
+        """Copy a cache of one row: several texts go on from the same prefix."""
+        self.states.batch_repeat_interleave(num_rows)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop the texts that are finished."""
+        self.states.batch_select_indices(torch.tensor(list(rows), dtype=torch.long))
 
     def _gather(self, path: Sequence[int]) -> None:
         """Move the path's positions, which may lie apart in the tree, right behind the last committed token."""

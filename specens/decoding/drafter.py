@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specens.decoding.types import Commit, Draft, Member, Plan
 
 if TYPE_CHECKING:
+    import torch
+
     from specens.decoding.sampling import Sampler
     from specens.decoding.target import Target
 
@@ -41,6 +43,35 @@ class Drafter(Protocol):
     def observe(self, commit: Commit) -> None:
         """Learn what the step emitted, whoever proposed it."""
         ...
+
+
+@runtime_checkable
+class Conditioned(Protocol):
+    """A drafter that reads the target's hidden states, besides the five names of a Drafter. They come from the forwards that
+    run anyway, so they cost nothing, and the target stays as it is.
+    """
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """What it wants, after `bind`: indices of transformers' `hidden_states` (0: embeddings, 1: after the first layer)."""
+        ...
+
+    def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Layer -> `[num_new, hidden_size]`, at the positions that have entered the target's cache: after `start` those of
+        the prompt but its last token, then, before each `observe`, those of the last committed token and the accepted run.
+        """
+        ...
+
+
+def hidden_layers(drafter: Drafter) -> tuple[int, ...]:
+    """The layers that a drafter (or any of its members) wants to see."""
+    return drafter.hidden_layers if isinstance(drafter, Conditioned) else ()
+
+
+def condition(drafter: Drafter, hidden: Mapping[int, torch.Tensor]) -> None:
+    """Hand the hidden states to a drafter that wants any."""
+    if hidden and isinstance(drafter, Conditioned):
+        drafter.condition(hidden)
 
 
 def describe(drafter: Drafter) -> dict[str, Any]:

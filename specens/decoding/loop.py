@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specens.decoding.budget import Budget, PlanContext
 from specens.decoding.cache import KVCache
-from specens.decoding.drafter import Drafter
+from specens.decoding.drafter import Drafter, condition, hidden_layers
 from specens.decoding.merge import merge
 from specens.decoding.sampling import Sampler
 from specens.decoding.stopping import StopRules
@@ -31,8 +31,9 @@ class Decoder:
     def prefill(self, prompt_ids: Sequence[int]) -> tuple[KVCache, float]:
         """Begin a prompt: the target's cache for it, and the seconds that this and the drafters' own beginning took."""
         watch = Stopwatch(self.target.device)
-        cache = self.target.prefill(prompt_ids)
+        cache = self.target.prefill(prompt_ids, hidden_layers(self.drafter))
         self.drafter.start(tuple(prompt_ids))
+        condition(self.drafter, cache.hidden)
         return cache, watch.read()["step"]
 
     def decode(
@@ -53,6 +54,7 @@ class Decoder:
             verdict = self.verifier(tree, sampler.pick_over(ids, tree, logits))
             commit = stop.trim(ids, tree, verdict)
             cache.accept(commit.path)
+            condition(self.drafter, cache.hidden)
             self.drafter.observe(commit)
             yield self._record(step, len(ids), draft, tree, commit, watch.read())
             ids += commit.token_ids

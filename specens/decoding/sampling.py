@@ -60,7 +60,7 @@ class Sampler:
             scores = self._processors(prefix, scores)  # pyright: ignore[reportArgumentType]
         return scores[0]
 
-    def _race(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    def race(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """The scores whose argmax is chosen: processed ones, under sampling log p - log E_t up to a constant, with
         t = len(prefix_ids), the position of the token to come.
         """
@@ -72,11 +72,11 @@ class Sampler:
 
     def pick(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> int:
         """The token chosen after `prefix_ids`: `argmax` of the scores, or `argmin_x E_t[x] / probs[x]`."""
-        return int(self._race(prefix_ids, logits).argmax())
+        return int(self.race(prefix_ids, logits).argmax())
 
     def margin(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> float:
         """How far the chosen token is ahead of the next best, in logits: a fork at a tiny margin is rounding."""
-        best, second = self._race(prefix_ids, logits).topk(2).values.tolist()
+        best, second = self.race(prefix_ids, logits).topk(2).values.tolist()
         return best - second
 
     def pick_over(self, context_ids: Sequence[int], tree: TokenTree, logits: torch.Tensor) -> Callable[[int], int]:

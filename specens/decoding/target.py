@@ -92,12 +92,19 @@ class Target:
             self._rope.check(self.name, num_prompt, max_length)
 
     @torch.inference_mode()
-    def prefill(self, prompt_ids: Sequence[int]) -> KVCache:
-        """The cache of all prompt tokens but the last. Emits nothing."""
-        cache = KVCache()
+    def prefill(self, prompt_ids: Sequence[int], hidden_layers: Sequence[int] = ()) -> KVCache:
+        """The cache of all prompt tokens but the last, with their hidden states on request. Emits nothing."""
+        cache = KVCache(hidden_layers)
         if len(prompt_ids) > 1:
             self._forward(cache, [list(prompt_ids[:-1])], [list(range(len(prompt_ids) - 1))], last_only=True)
+            cache.hidden = {layer: states[0] for layer, states in cache.hidden.items()}
         return cache
+
+    @torch.inference_mode()
+    def extend(self, cache: KVCache, token_ids: Sequence[int]) -> torch.Tensor:
+        """One more token in every row of a cache of several texts of one length: logits `[rows, vocab]`."""
+        masks = tree_masks(TokenTree(), cache.length, self._windows, self.dtype, self.device)
+        return self._forward(cache, [[token] for token in token_ids], [[cache.length]] * len(token_ids), masks)[:, 0]
 
     @torch.inference_mode()
     def score(self, cache: KVCache, last_token: int, tree: TokenTree, layout: Layout) -> torch.Tensor:
@@ -146,7 +153,11 @@ class Target:
             inputs["position_ids"] = torch.tensor(positions, device=self.device)
         if last_only and self._takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
-        return self.model(**inputs, cache=cache.states, use_cache=True).logits
+        if cache.hidden_layers:  # the layers named, or all of them from models of the older kind
+            inputs["output_hidden_states"] = list(cache.hidden_layers)
+        output = self.model(**inputs, cache=cache.states, use_cache=True)
+        cache.hidden = {layer: output.hidden_states[layer] for layer in cache.hidden_layers}
+        return output.logits
 
 
 def refuse_training_mode(model: PreTrainedModel, name: str) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specens.decoding.drafter import Drafter, describe
+import torch
+
+from specens.decoding.drafter import Drafter, condition, describe, hidden_layers
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
@@ -52,6 +54,14 @@ class Ensemble:
     def start(self, prompt_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
             drafter.start(prompt_ids)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for drafter in self._drafters.values() for layer in hidden_layers(drafter)}))
+
+    def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        for drafter in self._drafters.values():
+            condition(drafter, hidden)
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         token_ids: list[int] = []

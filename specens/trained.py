@@ -1,0 +1,107 @@
+"""Trained weights of drafters: one safetensors file each, that says whose they are.
+
+The file's metadata holds the drafter's kind, the fingerprint of the target it was trained for, the sizes, and how it was made.
+Those of the default target come with the package, under `specens/weights/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from specens.errors import UserError, one_line
+
+SHIPPED = Path(__file__).with_name("weights")
+FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The contents of a weights file. `config` are the sizes, `training` is how it was made (data, tokens, seed, numbers)."""
+
+    kind: str
+    target: str
+    config: dict[str, Any]
+    training: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    path: Path | None = None
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all."""
+        metadata = {"specens": FORMAT, "kind": self.kind, "target": self.target}
+        metadata |= {"config": json.dumps(self.config), "training": json.dumps(self.training)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, partial, metadata)
+        os.replace(partial, path)
+
+
+def model_fingerprint(model: Any) -> str:
+    """Says whether weights were trained for this model: a hash of the signs of its input embeddings (64 rows of them).
+
+    Signs survive a change of dtype and a quantised copy, whose embeddings stay unquantised; another model, or one whose
+    embeddings were trained further, has others.
+    """
+    weight = model.get_input_embeddings().weight
+    rows = torch.linspace(0, len(weight) - 1, min(64, len(weight))).long()
+    signs = (weight.detach()[rows.to(weight.device)].float() > 0).cpu().numpy()
+    return hashlib.sha256(repr(tuple(weight.shape)).encode() + signs.tobytes()).hexdigest()[:16]
+
+
+def load_trained(kind: str, weights: str | None, model: Any) -> Trained:
+    """The weights of a drafter `kind` for `model`: from the file `weights`, None for those that come with the package.
+
+    Raises UserError when there are none, or when the file is damaged, of another kind, or made for another target.
+    """
+    fingerprint = model_fingerprint(model)
+    if weights is None:
+        paths = [path for path in sorted(SHIPPED.glob("*/*.safetensors")) if _describes(path, kind, fingerprint)]
+        if not paths:
+            raise UserError(
+                f"drafter {kind}: no weights for this target come with specens; train some (python -m specens.train "
+                f"stage={kind}, README) and give their file as weights=..., or use drafter=untrained"
+            )
+        return _read(paths[0])
+    path = Path(weights).expanduser()
+    found = _read(path)
+    if found.kind != kind:
+        raise UserError(f"drafter {kind}: {path} holds weights of a drafter {found.kind}")
+    if found.target != fingerprint:
+        raise UserError(
+            f"drafter {kind}: {path} was trained for another target (fingerprint {found.target}, this target has "
+            f"{fingerprint}); train one for it with python -m specens.train stage={kind}"
+        )
+    return found
+
+
+def check_weights_path(kind: str, weights: str | None) -> None:
+    """Before any model is loaded: the file must at least exist."""
+    if weights is not None and not Path(str(weights)).expanduser().is_file():
+        raise UserError(f"drafter {kind}: the weights file {weights} does not exist")
+
+
+def _describes(path: Path, kind: str, fingerprint: str) -> bool:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return metadata.get("kind") == kind and metadata.get("target") == fingerprint
+
+
+def _read(path: Path) -> Trained:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise UserError(f"weights {path}: not a readable safetensors file ({one_line(error)})") from error
+    if metadata.get("specens") != FORMAT:
+        raise UserError(f"weights {path}: not a drafter's weights of this version of specens")
+    config, training = (json.loads(metadata.get(name, "{}")) for name in ("config", "training"))
+    return Trained(metadata["kind"], metadata["target"], config, training, tensors, path)

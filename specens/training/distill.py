@@ -1,0 +1,156 @@
+"""stage=distilled: a small model of the target's own layers learns the target's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import log_softmax
+
+from specens.decoding.cache import attention_windows
+from specens.decoding.generation import eos_ids
+from specens.decoding.target import Target
+from specens.drafters.distilled import KIND, own_parameters, small_copy
+from specens.drafters.vocabulary import TrimmedHead, output_projection
+from specens.errors import UserError, check_count
+from specens.models import tokenizer_fingerprint
+from specens.trained import Trained, model_fingerprint
+from specens.training.rows import Rows, before_answers, kept_ids
+from specens.training.texts import Texts
+from specens.training.trainer import Schedule, describe_training, train
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`kl`: Kullback-Leibler divergence from the target's distribution. `rejection`: the chance that a token drawn from the
+    drafter's distribution is rejected, 1 - sum of min(target_probs, draft_probs) (Leviathan et al. 2023, arXiv 2211.17192,
+    section 3.2). The loss is their weighted sum.
+    """
+
+    kl: float = 1.0
+    rejection: float = 1.0
+
+    def __call__(self, logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+        """Per token, `[tokens]`, of two sets of logits `[tokens, kept]`."""
+        ours, theirs = log_softmax(logits.float(), -1), log_softmax(target_logits.float(), -1)
+        target_probs = theirs.exp()
+        loss = self.kl * (target_probs * (theirs - ours)).sum(-1)
+        if self.rejection:
+            loss = loss + self.rejection * (1 - torch.minimum(target_probs, ours.exp()).sum(-1))
+        return loss
+
+
+class Distilling(nn.Module):
+    """A small model and the loss on rows. Embeddings and output projection are the target's, frozen, and no part of it."""
+
+    def __init__(self, target: Target, layers: Sequence[int], kept: torch.Tensor, loss: Loss) -> None:
+        super().__init__()
+        small = small_copy(target.model, layers).float()
+        self.names = {id(tensor): name for name, tensor in own_parameters(small).items()}
+        self.small = small.base_model
+        self.small.set_input_embeddings(nn.Embedding(1, 1).requires_grad_(False))  # inputs come as embeddings
+        self.windows = attention_windows(small.config)
+        self.loss = loss
+        self.frozen: Any = (
+            target.model.get_input_embeddings(),
+            TrimmedHead(output_projection(target.model), kept, target.vocab_size),
+        )
+
+    def _logits(self, row: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[answer tokens, kept]`, the small model's and the target's."""
+        embeddings, head = self.frozen
+        inputs = embeddings(row["token_ids"][None]).float()
+        hidden = self.small(
+            inputs_embeds=inputs, position_ids=row["positions"][None], attention_mask=self._masks(row), use_cache=False
+        ).last_hidden_state[0]
+        places = before_answers(row).nonzero()[:, 0]
+        with torch.no_grad():
+            target_logits = head.logits(row["features"][places, -1].to(head.weight.dtype))
+        return nn.functional.linear(hidden[places], head.weight.to(hidden.dtype)), target_logits
+
+    def _masks(self, row: dict[str, torch.Tensor]) -> Any:
+        index = torch.arange(len(row["begins"]), device=row["begins"].device)
+        seen = (index[:, None] >= index) & (row["begins"][:, None] == row["begins"])
+        masks = {}
+        for kind, window in self.windows.items():
+            visible = seen if window is None else seen & (index[:, None] - index < window)
+            masks[kind] = torch.zeros(seen.shape, device=seen.device).masked_fill(
+                ~visible, torch.finfo(torch.float32).min
+            )[None, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def forward(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        losses = torch.cat([self.loss(*self._logits(row)) for row in rows])
+        return {"loss": losses.mean()}
+
+    def measure(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums: how often the best ids agree, the chance of acceptance, the loss."""
+        sums = {"match": 0.0, "acceptance": 0.0, "loss": 0.0, "count": 0.0}
+        for row in rows:
+            ours, theirs = self._logits(row)
+            sums["match"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            sums["acceptance"] += float(torch.minimum(ours.float().softmax(-1), theirs.float().softmax(-1)).sum())
+            sums["loss"] += float(self.loss(ours, theirs).sum())
+            sums["count"] += len(ours)
+        return sums
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names of the small model's own state dict."""
+        return {
+            self.names[id(tensor)]: tensor.detach() for tensor in self.small.parameters() if id(tensor) in self.names
+        }
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Options of stage=distilled. `layers` are the target's layers to begin from (1 to 4 of them), `num_output_ids` the size of
+    the trimmed output vocabulary, `num_held_out` the corpus's last shards, which only measure.
+    """
+
+    corpus: str
+    folder: str
+    layers: list[int] = field(default_factory=lambda: [0, -1])
+    num_output_ids: int = 12_288
+    row_tokens: int = 1024
+    num_held_out: int = 1
+    loss: Loss = field(default_factory=Loss)
+    schedule: Schedule = field(default_factory=Schedule)
+    dtype: str = "bfloat16"
+    report_to: str = "none"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.layers) <= 4:
+            raise UserError(f"stage.layers={self.layers}: give one to four layers")
+        for name in ("num_output_ids", "row_tokens", "num_held_out"):
+            check_count(f"stage.{name}", getattr(self, name))
+
+    def run(self, target: Target) -> Path:
+        num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
+        layers = [layer % num_layers if -num_layers <= layer < 0 else layer for layer in self.layers]
+        texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer))
+        kept, coverage = kept_ids(
+            texts, self.num_output_ids, target.vocab_size, eos_ids(target.model.generation_config)
+        )
+        rows = Rows(texts, self.row_tokens, [num_layers], slice(None, -self.num_held_out))
+        held_out = Rows(texts, self.row_tokens, [num_layers], slice(-self.num_held_out, None))
+        learner = Distilling(target, layers, kept, self.loss)
+        folder = Path(self.folder).expanduser()
+        curves = train(learner, rows, held_out, folder / "checkpoints", self.schedule, report_to=self.report_to)
+        trained = Trained(
+            KIND,
+            model_fingerprint(target.model),
+            {"layers": layers},
+            describe_training(target, texts, rows, asdict(self), curves, coverage),
+            {
+                **{name: t.to(getattr(torch, self.dtype)) for name, t in learner.tensors().items()},
+                "kept_ids": kept.int(),
+            },
+        )
+        path = folder / f"{KIND}.safetensors"
+        trained.save(path)
+        print(f"{path}: {coverage:.1%} of the corpus's tokens are in the trimmed vocabulary")
+        return path

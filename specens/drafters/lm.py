@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -14,25 +15,42 @@ from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
 from specens.decoding.types import Commit, Draft, Member, Plan
 from specens.errors import check_count
-from specens.models import LoadedModel, ModelSpec, TargetCopy, check_same_vocabulary
+from specens.models import LoadedModel, check_same_vocabulary
+
+
+class ModelSource(Protocol):
+    """Where a drafter's model comes from, such as a ModelSpec or a TargetCopy."""
+
+    def check(self) -> None:
+        """Refuse what can be known to be wrong before anything is loaded."""
+        ...
+
+    def load_for(self, target: Any) -> LoadedModel: ...
 
 
 class LanguageModel:
-    """Drafts a chain of its own most likely tokens; under sampling, its own draws with the target's noise.
+    """Drafts a chain of its own most likely tokens; under sampling, its own draws with the target's noise. With `num_branches`
+    above 1 it also hangs its next best tokens beside each link of the chain, which costs it no further forward.
 
     Its cache always holds a prefix of the committed text: after a step it is cut back to where its draft and the text part,
-    and a member that was idle catches up in its next forward. `model` is a spec to load, or a model in memory (then the
+    and a member that was idle catches up in its next forward. `model` is a source to load from, or a model in memory (then the
     caller answers for the vocabulary being the target's).
     """
 
     def __init__(
-        self, model: ModelSpec | TargetCopy | PreTrainedModel, num_draft_tokens: int = 4, name: str = "lm"
+        self,
+        model: ModelSource | PreTrainedModel,
+        num_draft_tokens: int = 4,
+        name: str = "lm",
+        num_branches: int = 1,
     ) -> None:
         check_count(f"{name}.num_draft_tokens", num_draft_tokens)
+        check_count(f"{name}.num_branches", num_branches)
         if not isinstance(model, PreTrainedModel):
             model.check()
         self._source = model
-        self._member = Member(name, num_draft_tokens, num_draft_tokens)
+        self._num_branches = num_branches
+        self._member = Member(name, num_draft_tokens, num_draft_tokens * num_branches)
         self._loaded: LoadedModel | None = None
         self._cache = KVCache()
         self._drafted: list[int] = []
@@ -60,8 +78,7 @@ class LanguageModel:
         refuse_unsupported(self._loaded.model)
         self._vocab_size, self._device = target.vocab_size, target.device
         limit = getattr(self._loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        num_tokens = self._member.num_draft_tokens
-        self._member = Member(self._member.name, num_tokens, num_tokens, context_limit=limit)
+        self._member = replace(self._member, context_limit=limit)
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         self._cache, self._drafted = KVCache(), []
@@ -72,13 +89,24 @@ class LanguageModel:
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         ids = list(context_ids)
         self._base = len(ids)
+        num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
+        beside: list[list[int]] = []  # at each depth, the next best tokens
         for _ in range(plan.num_tokens):
             logits = self._next_logits(ids)
             if logits is None:
                 break
-            ids.append(sampler.pick(ids, logits))
+            if num_branches > 1:
+                best = sampler.race(ids, logits).topk(num_branches).indices.tolist()
+                beside.append(best[1:])
+                ids.append(best[0])
+            else:
+                ids.append(sampler.pick(ids, logits))
         self._drafted = ids[self._base :]
-        return Draft.chain(self._drafted)
+        leaves = [(token, depth - 1) for depth, tokens in enumerate(beside) for token in tokens]
+        chain = Draft.chain(self._drafted)
+        return Draft(
+            chain.token_ids + tuple(token for token, _ in leaves), chain.parents + tuple(parent for _, parent in leaves)
+        )
 
     @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:

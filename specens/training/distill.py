@@ -19,6 +19,7 @@ from specens.drafters.vocabulary import TrimmedHead, output_projection
 from specens.errors import UserError, check_count
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
+from specens.training.card import save_with_card
 from specens.training.rows import Rows, before_answers, kept_ids
 from specens.training.texts import Texts
 from specens.training.trainer import Schedule, describe_training, train
@@ -151,6 +152,6 @@ class Distill:
             },
         )
         path = folder / f"{KIND}.safetensors"
-        trained.save(path)
+        save_with_card(trained, path)
         print(f"{path}: {coverage:.1%} of the corpus's tokens are in the trimmed vocabulary")
         return path

@@ -18,6 +18,7 @@ from specens.drafters.vocabulary import TrimmedHead, output_projection
 from specens.errors import UserError, check_count
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
+from specens.training.card import save_with_card
 from specens.training.distill import Loss
 from specens.training.rows import Rows, before_answers, kept_ids
 from specens.training.texts import Texts
@@ -197,7 +198,7 @@ class Guess:
             },
         )
         path = folder / f"{KIND}-{self.architecture}.safetensors"
-        trained.save(path)
+        save_with_card(trained, path)
         print(f"{path}: {coverage:.1%} of the corpus's tokens are in the trimmed vocabulary")
         return path
 

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from specens.errors import UserError, check_count
+from specens.training.card import command_line
 from specens.training.rows import Rows, stack
 
 
@@ -114,7 +115,8 @@ def describe_training(
 ) -> dict[str, Any]:
     """How weights were made, for their file and their model card."""
     return {
-        "target": target.name,
+        "target": Path(target.name).name,
+        "command": command_line(),
         "corpus_tokens": rows.num_tokens(),
         "corpus": texts.manifest.get("options", {}),
         "options": {name: value for name, value in options.items() if name not in ("corpus", "folder", "report_to")},

@@ -29,10 +29,10 @@ OmegaConf.register_new_resolver(
 )
 
 
-def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration that `python -m specens.run <overrides>` would get."""
+def compose(overrides: Sequence[str] = (), door: str = "run") -> DictConfig:
+    """The configuration that `python -m specens.<door> <overrides>` would get."""
     with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
-        return hydra_compose("config", overrides=list(overrides))
+        return hydra_compose("config" if door == "run" else door, overrides=list(overrides))
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

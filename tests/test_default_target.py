@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 import torch
 
 import specens
 from specens.config import build, compose
-from specens.prompts import next_prompt
+from specens.drafters.datastore import Header, map_tokens
+from specens.drafters.retrieval import shipped
+from specens.models import tokenizer_fingerprint
+from specens.prompts import DEMO_FILE, next_prompt
+from specens.training.corpus import texts_of_jsonl
+from specens.training.texts import overlaps, runs_of
 
 pytestmark = pytest.mark.slow
 
@@ -15,6 +23,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def loaded():
     return build(compose().target).load()
+
+
+TEAM = ["ngram", "retrieval", "non_autoregressive", "distilled", "quantized"]
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +39,22 @@ def prompts(loaded):
     "options", [{}, {"repetition_penalty": 1.1, "no_repeat_ngram_size": 4}], ids=["plain", "penalised"]
 )
 def test_greedy_text_is_transformers_own(loaded, prompts, layout, options):
-    spec = specens.attach(loaded.model, loaded.tokenizer, ["ngram", "quantized"], layout=layout)
+    spec = specens.attach(loaded.model, loaded.tokenizer, TEAM, layout=layout)
     for ids in prompts:
         expected = loaded.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, **options
         )
         assert torch.equal(spec.generate(ids, max_new_tokens=32, do_sample=False, **options), expected)
-    assert spec.stats["win_rate"].sum() > 0
+    stats = spec.stats.set_index("drafter")
+    assert list(stats.index) == TEAM
+    assert (stats["solo_acceptance_length"] > 1.1).all(), (
+        "every prophet that comes with the package is right now and then"
+    )
 
 
 def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(loaded, prompts):
     plain = specens.attach(loaded.model, loaded.tokenizer, "none")
-    spec = specens.attach(loaded.model, loaded.tokenizer, ["ngram", "quantized"])
+    spec = specens.attach(loaded.model, loaded.tokenizer, TEAM)
     texts = set()
     for seed in (0, 1):
         options = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": seed}
@@ -47,3 +62,14 @@ def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(loaded, promp
         assert torch.equal(spec.generate(prompts[0], **options), expected)
         texts.add(tuple(expected[0].tolist()))
     assert len(texts) == 2
+
+
+def test_no_measuring_text_is_in_the_text_that_comes_with_the_package(loaded):
+    """No run of 32 tokens of the demo prompts, nor of Spec-Bench (SPEC_BENCH names its question.jsonl)."""
+    folder = shipped(tokenizer_fingerprint(loaded.tokenizer))
+    tokens = map_tokens(folder, Header.read(folder))
+    paths = [DEMO_FILE, *([os.environ["SPEC_BENCH"]] if "SPEC_BENCH" in os.environ else [])]
+    texts = [text for path in paths for text in texts_of_jsonl(path)]
+    runs = np.unique(np.concatenate([runs_of(loaded.tokenizer.encode(text)) for text in texts]))
+    assert len(runs) > 100
+    assert not overlaps(tokens, runs)

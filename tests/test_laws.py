@@ -7,12 +7,13 @@ own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from helpers import Fake, decode, plain_greedy, text_drafter
+from helpers import Fake, decode, guesser_weights, plain_greedy, text_drafter
 
 from specens.analysis.metrics import summarise
 from specens.decoding.budget import FixedBudget
@@ -22,11 +23,16 @@ from specens.decoding.stopping import StopRules
 from specens.decoding.target import LAYOUTS, Target
 from specens.decoding.types import Draft, TokenTree
 from specens.decoding.verify import Coupled
+from specens.drafters.datastore import build
+from specens.drafters.distilled import small_copy
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
+from specens.drafters.non_autoregressive import NonAutoregressive
 from specens.drafters.none import NoDrafter
+from specens.drafters.retrieval import Retrieval
 from specens.drafters.scripted import Fixed, Oracle, Replayed
+from specens.drafters.vocabulary import TrimmedHead
 from specens.errors import DrafterError
 from specens.models import TargetCopy
 from specens.records import PromptRecord, frames_of
@@ -56,6 +62,22 @@ def other():
     return random_model(vocab_size=128, max_position_embeddings=256, seed=9)
 
 
+LIBRARY: list[str] = []
+"""The folder of a small datastore, while the laws are tested."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library(model, tmp_path_factory):
+    """Random texts, which are wrong now and then, and one that the target will say."""
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 128, 200).tolist() for _ in range(60)] + [plain_greedy(model, PROMPTS[0], COUNT // 2)]
+    folder = tmp_path_factory.mktemp("library") / "datastore"
+    build(texts, folder, fingerprint="none", vocab_size=128, source="random ids")
+    LIBRARY.append(str(folder))
+    yield
+    LIBRARY.clear()
+
+
 def bushy(context):
     """A tree with branches, duplicates of siblings and a repeated path."""
     last = context[-1]
@@ -68,6 +90,25 @@ def twins(context):
     return Draft((first, second, first, first, second, second), (-1, 0, -1, 2, -1, 4))
 
 
+@functools.cache
+def kept_of(model) -> tuple[int, ...]:
+    """A trimmed vocabulary, small enough for random guesses to be right now and then, and without some ids that are said."""
+    said = {token for prompt in PROMPTS for token in plain_greedy(model, prompt, COUNT)}
+    return tuple(sorted(said))[::2]
+
+
+def distilled(model):
+    """The target's first layer and the trimmed head, untrained."""
+    small = small_copy(model, [0]).eval()
+    small.set_output_embeddings(TrimmedHead(model, torch.tensor(kept_of(model))))
+    return LanguageModel(small, 3, name="distilled")
+
+
+def guesser(model, architecture: str):
+    weights = guesser_weights(model, architecture, kept=kept_of(model))
+    return NonAutoregressive(weights, num_draft_tokens=4, num_draft_nodes=8, name=architecture)
+
+
 def team(name: str, model, other):
     """One drafter of each kind, and ensembles of them."""
     plain = {
@@ -76,10 +117,15 @@ def team(name: str, model, other):
         "lm": lambda: LanguageModel(other, 3),
         "same": lambda: LanguageModel(model, 3, name="same"),
         "quantized": lambda: LanguageModel(TargetCopy("nf4"), 2, name="quantized"),
+        "distilled": lambda: distilled(model),
+        "heads": lambda: guesser(model, "heads"),
+        "block": lambda: guesser(model, "block"),
         "oracle": lambda: Oracle(5),
         "wrong": lambda: Oracle(5, wrong=True),
         "fixed": lambda: Fixed([5, 6, 7, 8, 5], [-1, 0, 1, -1, 3]),
         "replayed": lambda: Replayed({tuple(p): plain_greedy(model, p, COUNT) for p in PROMPTS}),
+        "retrieval": lambda: Retrieval(LIBRARY[0], 6, 12),
+        "growing": lambda: Retrieval(LIBRARY[0], 4, 8, grow=True),
         "bushy": lambda: Fake(bushy, "bushy"),
         "twins": lambda: Fake(twins, "twins"),
         "greedy": lambda: Fake(lambda context: Draft.chain([context[-1]] * 40), "greedy", depth=3),
@@ -96,16 +142,23 @@ TEAMS = (
     "lm",
     "same",
     "quantized",
+    "distilled",
+    "heads",
+    "block",
     "oracle",
     "wrong",
     "fixed",
     "replayed",
+    "retrieval",
+    "growing",
     "bushy",
     "silent",
     "ngram+same",
+    "retrieval+ngram+growing",
     "silent+wrong+ngram+lm+oracle",
     "bushy+bushy2+ngram",
     "twins+greedy+ngram",
+    "ngram+distilled+block+heads+wrong",
 )
 
 
@@ -183,6 +236,19 @@ def test_law_1_a_drafter_cannot_write_into_the_context(model, plain, seed):
 
     for members in ({"scribble": Fake(scribble)}, {"ngram": NGram(), "scribble": Fake(scribble), "ngram2": NGram()}):
         assert run(Target(model), Ensemble(members), PROMPTS[0], seed=seed)[0] == plain[tuple(PROMPTS[0]), seed]
+
+
+@pytest.mark.parametrize("name", ["distilled", "heads", "block"])
+def test_trained_drafters_are_right_now_and_then_in_these_laws(model, other, name):
+    """Laws about drafters that are never accepted would show little."""
+    steps = [
+        step
+        for prompt, seed in itertools.product(PROMPTS, SEEDS)
+        for step in run(Target(model), team(name, model, other), prompt, seed=seed)[1]
+    ]
+    assert sum(step.num_accepted for step in steps) > 5
+    if name != "distilled":
+        assert max(step.num_nodes for step in steps) == 8
 
 
 def test_law_3_equal_siblings_are_one_proposal_also_for_its_credit(model):
@@ -322,7 +388,7 @@ def test_law_8_also_when_it_was_not_asked_for_some_steps(model):
 
 def test_law_9_a_prompts_output_and_counts_do_not_depend_on_what_ran_before(model, other):
     target = Target(model)
-    drafter = team("ngram+lm+oracle", model, other)
+    drafter = team("ngram+lm+retrieval+block+distilled+oracle", model, other)
 
     def counts(order):
         found = {}

@@ -25,13 +25,18 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def commands() -> list[list[str]]:
-    lines = itertools.chain.from_iterable(block.splitlines() for block in blocks("bash"))
-    runs = [line.split("python -m specens.run", 1)[1] for line in lines if "python -m specens.run" in line]
+def commands(door: str) -> list[list[str]]:
+    lines = itertools.chain.from_iterable(block.replace("\\\n", " ").splitlines() for block in blocks("bash"))
+    runs = [line.split(f"python -m specens.{door}", 1)[1] for line in lines if f"python -m specens.{door}" in line]
     return [[word for word in shlex.split(run, comments=True) if word != "--multirun"] for run in runs]
 
 
-@pytest.mark.parametrize("overrides", commands(), ids=lambda words: " ".join(words)[:60])
+@pytest.mark.parametrize("overrides", commands("train"), ids=lambda words: " ".join(words)[:60])
+def test_every_training_command_composes(overrides):
+    assert "_target_" in compose(overrides, "train").stage
+
+
+@pytest.mark.parametrize("overrides", commands("run"), ids=lambda words: " ".join(words)[:60])
 def test_every_command_composes(overrides):
     swept = [[f"{key}={value}" for value in values.split(",")] if "," in values and "[" not in values else [f"{key}={values}"]
              for key, _, values in (word.partition("=") for word in overrides if "=" in word)]  # fmt: skip

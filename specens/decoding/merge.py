@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from specens.decoding.types import ROOT, Draft, Plan, TokenTree, depths_of
 
@@ -12,12 +12,14 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
 
     Equal siblings become one node with several owners. Nodes below an end-of-sequence token are dropped, as nothing can be
     accepted there, and so is what goes beyond a member's own plan, which could reach over the end of the context or crowd
-    out the others. When the whole budget is short, shallow nodes stay first, then nodes with more owners, then earlier
-    ones; a parent is never deeper nor owned by fewer than its child, so what stays is always a tree.
+    out the others. When the whole budget is short, the members take turns: everybody's first node, then everybody's second,
+    in the order in which each proposed them, which is for it to choose (best first, say). A parent always had an earlier turn
+    than its child, so what stays is always a tree.
     """
     token_ids: list[int] = []
     parents: list[int] = []
     owners: list[int] = []
+    turns: list[int] = []  # of a node: the earliest at which a member proposed it
     merged: dict[tuple[int, int], int] = {}
     depths = depths_of(draft.parents)
     shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
@@ -30,6 +32,7 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
         if above is None or is_over or (above != ROOT and token_ids[above] in eos_ids):
             place.append(None)
             continue
+        turn = num_kept[owner]
         num_kept[owner] += 1
         node = merged.get((above, token))
         if node is None:
@@ -37,15 +40,17 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
             token_ids.append(token)
             parents.append(above)
             owners.append(0)
+            turns.append(turn)
         owners[node] |= 1 << owner
+        turns[node] = min(turns[node], turn)
         place.append(node)
     tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners))
-    return tree if len(tree) <= plan.num_nodes else _cut(tree, plan.num_nodes)
+    return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
 
 
-def _cut(tree: TokenTree, num_nodes: int) -> TokenTree:
-    """The `num_nodes` best-ranked nodes of `tree`, in their old order."""
-    rank = sorted(range(len(tree)), key=lambda node: (tree.depths[node], -tree.owners[node].bit_count(), node))
+def _cut(tree: TokenTree, turns: Sequence[int], num_nodes: int) -> TokenTree:
+    """The `num_nodes` nodes with the earliest turns, those with more owners first; in their old order."""
+    rank = sorted(range(len(tree)), key=lambda node: (turns[node], -tree.owners[node].bit_count(), node))
     kept = sorted(rank[:num_nodes])
     new_index = {node: index for index, node in enumerate(kept)}
     return TokenTree(

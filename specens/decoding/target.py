@@ -103,8 +103,7 @@ class Target:
     @torch.inference_mode()
     def extend(self, cache: KVCache, token_ids: Sequence[int]) -> torch.Tensor:
         """One more token in every row of a cache of several texts of one length: logits `[rows, vocab]`."""
-        masks = tree_masks(TokenTree(), cache.length, self._windows, self.dtype, self.device)
-        return self._forward(cache, [[token] for token in token_ids], [[cache.length]] * len(token_ids), masks)[:, 0]
+        return self._forward(cache, [[token] for token in token_ids], [[cache.length]] * len(token_ids))[:, 0]
 
     @torch.inference_mode()
     def score(self, cache: KVCache, last_token: int, tree: TokenTree, layout: Layout) -> torch.Tensor:

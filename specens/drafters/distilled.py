@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specens.drafters.vocabulary import TrimmedHead, output_projection
+from specens.drafters.vocabulary import AFTER_PROJECTION, TrimmedHead
 from specens.errors import UserError
 from specens.models import LoadedModel
 from specens.trained import check_weights_path, load_trained
@@ -35,27 +35,35 @@ class Distilled:
 
     def load_for(self, target: Any) -> LoadedModel:
         trained = load_trained(KIND, self.weights, target.model)
-        tensors = dict(trained.tensors)
-        kept_ids = tensors.pop("kept_ids")
-        model = empty_copy(target.model, trained.config["layers"])
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
-        shared = {name for name in missing if "embed" in name or "lm_head" in name}
-        if unexpected or set(missing) - shared:
+        layers, tensors = trained.config.get("layers", []), dict(trained.tensors)
+        kept_ids = tensors.pop("kept_ids", None)
+        model = empty_copy(target.model, layers)
+        own = own_tensors(model)
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        if kept_ids is None or shapes != {name: tensor.shape for name, tensor in tensors.items()}:
             raise UserError(f"drafter {KIND}: {trained.path} does not fit this target's architecture")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
         share_embeddings(model, target.model)
-        model.set_output_embeddings(TrimmedHead(output_projection(target.model), kept_ids, target.vocab_size))
-        model.config.name_or_path = f"{target.name} ({KIND}, {len(trained.config['layers'])} layers)"
+        model.set_output_embeddings(TrimmedHead(target.model, kept_ids))
+        model.config.name_or_path = f"{target.name} ({KIND}, {len(layers)} layers)"
         return LoadedModel.of(model.eval(), target.tokenizer)
 
 
 def empty_copy(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of the same architecture, device and dtype with only as many layers; its weights mean nothing yet."""
+    """A model of the same architecture, device and dtype with only as many layers; its weights mean nothing yet, and its
+    logits are the bare projection: what else the target does to its own is the TrimmedHead's business.
+    """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     if not layers or not all(0 <= layer < text.num_hidden_layers for layer in layers):
         raise UserError(f"layers={list(layers)}: give layers of the target, 0 to {text.num_hidden_layers - 1}")
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[layer] for layer in layers]
+    for name, value in text.to_dict().items():  # layer_types, no_rope_layers, ...: an entry per layer
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
+            setattr(text, name, [value[layer] for layer in layers])
+    for name, neutral in AFTER_PROJECTION.items():
+        if hasattr(text, name):
+            setattr(text, name, neutral)
     text.num_hidden_layers = len(layers)
     text.tie_word_embeddings = config.tie_word_embeddings = False
     if hasattr(config, "quantization_config"):
@@ -86,7 +94,8 @@ def share_embeddings(model: PreTrainedModel, target_model: PreTrainedModel) -> N
     model.set_input_embeddings(target_model.get_input_embeddings())
 
 
-def own_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All that is not embedding or output projection: what is trained and stored."""
-    shared = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
-    return {name: tensor for name, tensor in model.named_parameters() if id(tensor) not in shared}
+def own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that is not embedding or output projection: what is trained and stored, by name in the state dict."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    shared = tuple(f"{name}." for name, module in model.named_modules() if any(module is end for end in ends))
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(shared)}

@@ -7,7 +7,8 @@ projection turns into logits.
 - `heads`: a residual block per position on the last hidden state, as in Medusa (Cai et al. 2024, arXiv 2401.10774); the embedding
   of x_t beside it, as in EAGLE (Li et al. 2024, arXiv 2401.15077).
 - `block`: a small bidirectional transformer over [x_t, mask, mask, ...] that also attends to the whole context, through keys and
-  values made from the target's hidden states at a few layers, as in DFlash (Chen et al. 2026, arXiv 2602.06036).
+  values made from the target's hidden states at a few layers, as in DFlash (Chen et al. 2026, arXiv 2602.06036). Every place is
+  also fed the last hidden state itself: a small network need not learn first where to look for it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ class NetworkConfig:
 
     def build(self) -> Network:
         return Heads(self) if self.architecture == "heads" else Block(self)
+
+
+class Norm(nn.RMSNorm):
+    """In the precision of its weight, also where autocast hands it less."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Network(nn.Module):
@@ -89,8 +97,8 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Context:
-    """What a network has taken in: `length` positions; per layer keys and values `[heads, length, head_dim]` (block), or the
-    last position's hidden states (heads).
+    """What a network has taken in: `length` positions; per layer keys and values `[heads, length, head_dim]` (block), and the
+    last position's hidden states `[layers, hidden_size]`.
     """
 
     length: int = 0
@@ -106,7 +114,7 @@ class Heads(Network):
         size = config.hidden_size
         self.join = nn.Linear((len(config.hidden_layers) + 1) * size, size, bias=False)
         self.blocks = nn.Linear(size, config.num_positions * size)
-        self.norm = nn.RMSNorm(size, config.norm_epsilon)
+        self.norm = Norm(size, config.norm_epsilon)
 
     def extend(self, context: Context, features: torch.Tensor) -> Context:
         return Context(context.length + len(features), last=features[-1])
@@ -139,9 +147,10 @@ class Block(Network):
         size = config.hidden_size
         self.masks = nn.Parameter(torch.zeros(config.num_positions - 1, size))
         self.join = nn.Linear(len(config.hidden_layers) * size, size, bias=False)
-        self.join_norm = nn.RMSNorm(size, config.norm_epsilon)
+        self.join_norm = Norm(size, config.norm_epsilon)
+        self.feed = nn.Linear(size, size, bias=False)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(size, config.norm_epsilon)
+        self.norm = Norm(size, config.norm_epsilon)
 
     def extend(self, context: Context, features: torch.Tensor) -> Context:
         length = context.length + len(features)
@@ -151,10 +160,11 @@ class Block(Network):
         if context.states:
             old = context.states
             new = [(torch.cat([k0, k], 1), torch.cat([v0, v], 1)) for (k0, v0), (k, v) in zip(old, new, strict=True)]
-        return Context(length, tuple(new))
+        return Context(length, tuple(new), last=features[-1])
 
     def propose(self, context: Context, last: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([last[None], self.masks])
+        assert context.last is not None
+        x = torch.cat([last[None], self.masks]) + self.feed(context.last[-1])
         rotation = self._rotation(torch.arange(context.length, context.length + len(x), device=x.device))
         for layer, states in zip(self.layers, context.states, strict=True):
             x = layer(x, rotation, states, None)
@@ -169,7 +179,8 @@ class Block(Network):
         begins: torch.Tensor,
     ) -> torch.Tensor:
         num_places = self.config.num_positions
-        x = torch.cat([last[:, None], self.masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
+        x = torch.cat([last[:, None], self.masks.expand(len(last), -1, -1)], dim=1)
+        x = (x + self.feed(features[anchors - 1, -1])[:, None]).flatten(0, 1)
         places = (positions[anchors, None] + torch.arange(num_places, device=x.device)).flatten()
         # A place sees its own text before x_t, and its own block.
         index = torch.arange(len(positions), device=x.device)
@@ -201,8 +212,8 @@ class BlockLayer(nn.Module):
         self.head_dim = config.head_dim
         self.is_grouped = config.num_heads != config.num_key_value_heads
         size, inner = config.hidden_size, config.num_key_value_heads * config.head_dim
-        self.input_layernorm = nn.RMSNorm(size, config.norm_epsilon)
-        self.post_attention_layernorm = nn.RMSNorm(size, config.norm_epsilon)
+        self.input_layernorm = Norm(size, config.norm_epsilon)
+        self.post_attention_layernorm = Norm(size, config.norm_epsilon)
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(size, config.num_heads * config.head_dim, bias=False),

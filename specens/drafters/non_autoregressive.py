@@ -12,8 +12,8 @@ from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
 from specens.drafters.networks import Context, Network, NetworkConfig
-from specens.drafters.vocabulary import TrimmedHead, output_projection
-from specens.errors import UserError, check_count
+from specens.drafters.vocabulary import TrimmedHead
+from specens.errors import UserError, check_count, one_line
 from specens.trained import Trained, check_weights_path, load_trained
 
 KIND = "non_autoregressive"
@@ -65,25 +65,32 @@ class NonAutoregressive:
     def bind(self, target: Target) -> None:
         weights = self._weights
         trained = weights if isinstance(weights, Trained) else load_trained(KIND, weights, target.model)
-        tensors = dict(trained.tensors)
-        self._head = TrimmedHead(output_projection(target.model), tensors.pop("kept_ids"), target.vocab_size)
-        config = NetworkConfig(**{**trained.config, "hidden_layers": tuple(trained.config["hidden_layers"])})
-        member = self.members[0]
+        tensors, member = dict(trained.tensors), self.members[0]
+        try:
+            kept_ids = tensors.pop("kept_ids")
+            config = NetworkConfig(**{**trained.config, "hidden_layers": tuple(trained.config["hidden_layers"])})
+            network = config.build()
+            network.load_state_dict(tensors)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise UserError(
+                f"drafter {member.name}: {trained.path or 'its weights'} do not fit their own description "
+                f"({one_line(error)}); train them again"
+            ) from error
         if member.num_draft_tokens > config.num_positions:
             raise UserError(
                 f"drafter {member.name}: num_draft_tokens={member.num_draft_tokens}, but its weights were trained for "
                 f"{config.num_positions} positions; give at most {config.num_positions}"
             )
-        network = config.build()
-        network.load_state_dict(tensors)
-        self._network = network.to(device=self._head.weight.device, dtype=self._head.weight.dtype).eval()
+        self._head = TrimmedHead(target.model, kept_ids).to(target.device)  # a target may lie on several devices
+        self._network = network.to(self._head.weight).eval()
         self._embeddings, self._training = target.model.get_input_embeddings(), trained.training
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         self._pending, self._context, self._is_new = [], Context(), True
 
     def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        self._pending.append(torch.stack([hidden[layer] for layer in self.hidden_layers], dim=1))
+        states = [hidden[layer].to(self._head.weight) for layer in self.hidden_layers]
+        self._pending.append(torch.stack(states, dim=1))
         if self._is_new:  # the prompt's share is work that grows with the prompt: it belongs to the prefill
             self._take_in()
             self._is_new = False
@@ -92,8 +99,7 @@ class NonAutoregressive:
     def _take_in(self) -> None:
         assert self._network is not None, "bind comes first"
         if self._pending:
-            features = torch.cat(self._pending).to(self._head.weight)
-            self._context, self._pending = self._network.extend(self._context, features), []
+            self._context, self._pending = self._network.extend(self._context, torch.cat(self._pending)), []
 
     @torch.inference_mode()
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:

@@ -12,25 +12,40 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from specens.errors import UserError
+
+AFTER_PROJECTION = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
+"""What models do to logits after their output projection (a factor, a divisor, a soft cap), and the value that does nothing."""
+
 
 class TrimmedHead(nn.Module):
-    """The target's output projection, only for the ids `kept_ids` `[kept]`."""
+    """A model's output projection, and what it does to logits after it, only for the ids `kept_ids` `[kept]`."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
     kept_ids: torch.Tensor
 
-    def __init__(self, head: Any, kept_ids: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, model: Any, kept_ids: torch.Tensor) -> None:
         super().__init__()
+        head, config = output_projection(model), model.config.get_text_config(decoder=True)
         kept_ids = kept_ids.long().to(head.weight.device)
-        self.vocab_size = vocab_size
+        self.vocab_size = int(config.vocab_size)
+        self.scale = float(getattr(config, "logit_scale", None) or 1) / float(
+            getattr(config, "logits_scaling", None) or 1
+        )
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self.register_buffer("weight", head.weight.detach()[kept_ids].clone(), persistent=False)
         bias = getattr(head, "bias", None)
         self.register_buffer("bias", None if bias is None else bias.detach()[kept_ids].clone(), persistent=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., kept]`."""
-        return linear(hidden, self.weight, self.bias)  # pyright: ignore[reportArgumentType]
+        """Logits `[..., kept]`, computed in the dtype of `hidden`."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        logits = linear(hidden, self.weight.to(hidden.dtype), bias)
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[..., vocab]`; an id that was left out has -inf and is never proposed."""
@@ -44,7 +59,7 @@ class TrimmedHead(nn.Module):
 
 
 def output_projection(model: Any) -> Any:
-    """The module from the last hidden state to logits. Raises ValueError when a model has none that could be trimmed."""
+    """The module from the last hidden state to logits. Raises UserError when a model has none that could be trimmed."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if (
@@ -52,5 +67,27 @@ def output_projection(model: Any) -> Any:
         or not weight.is_floating_point()
         or weight.shape[0] != model.config.get_text_config(decoder=True).vocab_size
     ):
-        raise ValueError("the model has no plain output projection")
+        raise UserError(f"{_name(model)}: the model has no plain output projection, which a trained drafter needs")
     return head
+
+
+@torch.inference_mode()
+def check_projection(model: Any) -> None:
+    """Raise UserError unless the last hidden states and a TrimmedHead give the model's own logits. One short forward."""
+    device, vocab_size = (
+        model.get_input_embeddings().weight.device,
+        model.config.get_text_config(decoder=True).vocab_size,
+    )
+    ids = torch.arange(1, 9, device=device)[None] % vocab_size
+    output = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    head = TrimmedHead(model, torch.arange(vocab_size))
+    ours, theirs = head.logits(output.hidden_states[-1].to(head.weight)).float(), output.logits.float()
+    if not float((ours - theirs).abs().mean()) <= 0.05 * float(theirs.std()):
+        raise UserError(
+            f"{_name(model)} ({model.config.model_type}): its logits are not a projection of its last hidden states, so no "
+            "drafter can be trained from them; use drafter=untrained"
+        )
+
+
+def _name(model: Any) -> str:
+    return str(getattr(model.config, "name_or_path", "") or type(model).__name__)

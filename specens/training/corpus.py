@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from specens.decoding.generation import eos_ids
 from specens.decoding.target import Target
-from specens.errors import UserError, check_count
+from specens.errors import UserError, check_count, check_number
 from specens.models import tokenizer_fingerprint
 from specens.prompts import DEMO_FILE, Jsonl
+from specens.trained import model_fingerprint
 from specens.training.texts import MANIFEST, Texts, narrow, overlaps, runs_of
 
 MIN_FINISHED = 8
@@ -37,13 +38,15 @@ MIN_FINISHED = 8
 
 @dataclass(frozen=True)
 class Template:
-    """The chat template around a user's turn, as ids: what stands before it, and what follows up to the answer.
+    """The chat template around a user's turn, as ids: what stands before it, and what follows up to the answer. `end` is the
+    special token that `after` begins with, if it does: a model that writes a user's turn ends it with that.
 
-    Without a chat template the text is one answer to a bare beginning of sequence (`after` is empty).
+    Without a chat template, a text begins with a bare beginning of sequence, and `after` is empty: the prompt is a sampled text.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
+    end: int | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Template:
@@ -58,7 +61,12 @@ class Template:
         text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         before, _, after = text.partition(mark)
         ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
-        return cls(tuple(ids[0]), tuple(ids[1]))
+        if not ids[0]:
+            raise UserError(
+                "stage=corpus: the tokenizer's chat template puts nothing before a user's turn to begin with"
+            )
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        return cls(tuple(ids[0]), tuple(ids[1]), ids[1][0] if ids[1] and ids[1][0] in special else None)
 
 
 @dataclass
@@ -104,20 +112,35 @@ class Corpus:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "shard_texts", "max_user_tokens", "max_answer_tokens"):
             check_count(f"stage.{name}", getattr(self, name))
-        if not 0 <= self.greedy_share <= 1:
-            raise UserError(f"stage.greedy_share={self.greedy_share}: give a number from 0 to 1")
+        check_count("stage.seed", self.seed, 0)
+        check_number("stage.greedy_share", self.greedy_share, most=1)
         for name in ("temperature", "user_temperature"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"stage.{name}={getattr(self, name)}: give a number above 0")
+            check_number(f"stage.{name}", getattr(self, name), above=True)
         part_of(self.part)
-        for path in (*self.exclude, *([self.prompts] if self.prompts else [])):
-            if not Path(path).expanduser().is_file():
-                raise UserError(f"stage: {path} does not exist")
+        if not isinstance(self.folder, str):
+            raise UserError(f"stage.folder={self.folder!r}: give a folder")
+        for name in ("openers", "exclude"):
+            value = getattr(self, name)
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                raise UserError(f"stage.{name}={value!r}: give a list of texts, such as [one,two]")
+        for name, paths in (("exclude", self.exclude), ("prompts", [] if self.prompts is None else [self.prompts])):
+            for path in paths:
+                if not Path(str(path)).expanduser().is_file():
+                    raise UserError(f"stage.{name}: {path} does not exist")
+        if self.hidden_layers is not None and not isinstance(self.hidden_layers, list):
+            raise UserError(f"stage.hidden_layers={self.hidden_layers!r}: give a list of layers, such as [8,16]")
+        for layer in self.hidden_layers or []:
+            check_count("stage.hidden_layers", layer, 0)
 
     def run(self, target: Target) -> Texts:
         if target.tokenizer is None:
             raise UserError(f"{target.name}: stage=corpus needs the target's tokenizer")
         layers = default_hidden_layers(target) if self.hidden_layers is None else self.hidden_layers
+        last = target.model.config.get_text_config(decoder=True).num_hidden_layers
+        if layers and max(layers) > last:
+            raise UserError(
+                f"stage.hidden_layers={layers}: the target has {last} layers; give indices from 0 to {last}"
+            )
         return replace(self, hidden_layers=layers)._run(target)
 
     def _run(self, target: Target) -> Texts:
@@ -145,14 +168,19 @@ class Corpus:
         folder = Path(self.folder).expanduser()
         ignored = ("folder", "num_tokens", "part")
         options = {name: value for name, value in asdict(self).items() if name not in ignored}
-        manifest = {"target": target.name, "tokenizer": tokenizer_fingerprint(target.tokenizer), "options": options}
+        manifest = {
+            "target": target.name,
+            "model": model_fingerprint(target.model),
+            "tokenizer": tokenizer_fingerprint(target.tokenizer),
+            "options": options,
+        }
         path = folder / MANIFEST
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(manifest, indent=1))
             os.replace(partial, path)
-        texts = Texts.open(folder, manifest["tokenizer"])
+        texts = Texts.open(folder, manifest["tokenizer"], manifest["model"])
         for name, value in options.items():
             found = texts.manifest.get("options", {}).get(name)
             if found != value:
@@ -170,19 +198,24 @@ class Corpus:
         """One shard, whole or not at all. Returns its tokens."""
         assert target.tokenizer is not None
         rows = self._rows(target.tokenizer, number)
-        hidden = write_texts(
-            target, rows, Template.of(target.tokenizer), self, torch.Generator().manual_seed(number + (self.seed << 20))
-        )
-        kept = [r for r, row in enumerate(rows) if row.num_prompt is not None and not overlaps(row.ids, excluded)]
+        generator = torch.Generator(target.device).manual_seed(number + (self.seed << 20))
+        hidden = write_texts(target, rows, Template.of(target.tokenizer), self, generator)
+        whole = [r for r, row in enumerate(rows) if row.num_prompt is not None and len(row.ids) > row.num_prompt]
+        if not whole:
+            raise UserError(
+                f"{target.name}: none of {len(rows)} texts got as far as an answer within {hidden.shape[1]} tokens; lower "
+                "stage.max_user_tokens"
+            )
+        kept = [r for r in whole if not overlaps(rows[r].ids, excluded)]
         ids = [token for r in kept for token in rows[r].ids]
         arrays = {
             "token_ids": torch.from_numpy(np.array(ids, dtype=narrow(target.vocab_size))),
             "length": torch.tensor([len(rows[r].ids) for r in kept], dtype=torch.int32),
             "prompt_length": torch.tensor([rows[r].num_prompt for r in kept], dtype=torch.int32),
-            "is_greedy": torch.tensor([rows[r].is_greedy for r in kept]),
+            "is_greedy": torch.tensor([rows[r].is_greedy for r in kept], dtype=torch.bool),
         }
         if self.hidden_layers:
-            states = torch.cat([hidden[r, : len(rows[r].ids)] for r in kept])
+            states = torch.cat([hidden[0, :0], *(hidden[r, : len(rows[r].ids)] for r in kept)])
             layers = {f"layer.{layer}": states[:, i].contiguous() for i, layer in enumerate(self.hidden_layers)}
             save_whole(layers, path.with_suffix(".hidden.safetensors"))
         save_whole(arrays, path)  # last: a shard is there when its tokens are
@@ -199,11 +232,10 @@ class Corpus:
             opener = self.openers[draw.integers(len(self.openers))] if self.openers and draw.random() < 0.5 else ""
             forced = tokenizer.encode(opener if turn is None else turn, add_special_tokens=False)
             rows.append(Row(list(template.before), bool(draw.random() < self.greedy_share), forced))
-            if not template.after:  # no chat: the whole text is the answer
-                rows[-1].num_prompt = len(template.before)
             if turn is not None:
                 rows[-1].forced += template.after
                 rows[-1].is_turn_given = True
+                rows[-1].num_prompt = None if rows[-1].forced else len(template.before)
         return rows
 
 
@@ -215,7 +247,7 @@ def default_hidden_layers(target: Target) -> list[int]:
 
 def part_of(part: str) -> tuple[int, int]:
     """ "i/n" -> (i, n)."""
-    index, _, count = part.partition("/")
+    index, _, count = str(part).partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise UserError(f"stage.part={part}: give i/n with i from 0 to n-1, such as 0/4")
     return int(index), int(count)
@@ -251,16 +283,19 @@ def write_texts(
         if first:
             hidden[:, :first, i] = cache.hidden[layer].to(hidden)
     cache.repeat_rows(len(rows))
-    ends = {*eos_ids(target.model.generation_config), *template.after[:1]}  # pyright: ignore[reportArgumentType]
+    ends = frozenset(eos_ids(target.model.generation_config))  # pyright: ignore[reportArgumentType]
+    turn_ends = ends if template.end is None else ends | {template.end}
     active = list(range(len(rows)))
     while active:
         logits = target.extend(cache, [rows[r].ids[-1] for r in active])
         going = [place for place, r in enumerate(active) if not rows[r].is_done]
         for i, layer in enumerate(layers):
             hidden[[active[place] for place in going], cache.length - 1, i] = cache.hidden[layer][going, 0].to(hidden)
-        tokens = choose(logits, [rows[r] for r in active], options, ends, generator)
+        tokens = choose(logits, [rows[r] for r in active], options, turn_ends, generator)
         for place in going:
-            append(rows[active[place]], tokens[place], template, options, ends, limit)
+            row = rows[active[place]]
+            append(row, tokens[place], template, options, ends if row.num_prompt is not None else turn_ends)
+            row.is_done |= len(row.ids) >= limit
         going = [place for place in going if not rows[active[place]].is_done]
         if len(active) - len(going) > len(active) // MIN_FINISHED or not going:
             cache.keep_rows(going)
@@ -269,35 +304,38 @@ def write_texts(
 
 
 def choose(
-    logits: torch.Tensor, rows: Sequence[Row], options: Corpus, ends: Collection[int], generator: torch.Generator
+    logits: torch.Tensor, rows: Sequence[Row], options: Corpus, turn_ends: Collection[int], generator: torch.Generator
 ) -> list[int]:
     """The next token of each row, from logits `[rows, vocab]`: greedy answers take the best, all else is sampled. A user's turn
     does not end before it began.
     """
+    logits = logits.to(generator.device)
     chosen = logits.argmax(-1)
     sampled = [r for r, row in enumerate(rows) if row.num_prompt is None or not row.is_greedy]
     if sampled:
         heat = [options.user_temperature if rows[r].num_prompt is None else options.temperature for r in sampled]
         scores = logits[sampled].float() / torch.tensor(heat, device=logits.device)[:, None]
         begins = [i for i, r in enumerate(sampled) if rows[r].num_new == 0]
-        scores[torch.tensor(begins, dtype=torch.long)[:, None], torch.tensor(sorted(ends))] = -torch.inf
-        noise = torch.empty(scores.shape).exponential_(generator=generator).to(scores.device)
+        for i in begins if turn_ends else ():
+            scores[i, sorted(turn_ends)] = -torch.inf
+        noise = torch.empty_like(scores).exponential_(generator=generator)
         chosen[sampled] = (scores - noise.log()).argmax(-1)  # the exponential race: a draw from the softmax
     return chosen.tolist()
 
 
-def append(row: Row, token: int, template: Template, options: Corpus, ends: Collection[int], limit: int) -> None:
-    """Give a row its next token: a forced one if there is one, else the model's. Ends turns and texts."""
+def append(row: Row, token: int, template: Template, options: Corpus, ends: Collection[int]) -> None:
+    """Give a row its next token: a forced one if there is one, else the model's, which ends a turn if it is one of `ends`."""
     is_free = not row.forced
     row.ids.append(token if is_free else row.forced.pop(0))
     row.num_new += 1
+    has_ended = row.ids[-1] in ends
     if row.num_prompt is not None:
-        num_answer = len(row.ids) - row.num_prompt
-        row.is_done = row.ids[-1] in ends or num_answer >= options.max_answer_tokens
-    elif row.is_turn_given:
-        row.num_prompt = len(row.ids) if not row.forced else None
-    elif is_free and (row.ids[-1] in ends or row.num_new >= options.max_user_tokens):
-        # The token that ends the turn is the first of what stands between turn and answer.
-        has_begun = row.ids[-1] == template.after[0]
-        row.forced, row.is_turn_given = list(template.after[has_begun:]), True
-    row.is_done |= len(row.ids) >= limit
+        row.is_done = has_ended or len(row.ids) - row.num_prompt >= options.max_answer_tokens
+        return
+    if is_free and (has_ended or row.num_new >= options.max_user_tokens):  # a sampled turn is over, or long enough
+        row.forced, row.is_turn_given = list(template.after), True
+        if row.forced and has_ended:  # whatever ended it, the template's own token stands there
+            row.ids[-1] = row.forced.pop(0)
+        row.is_done = has_ended and not template.after
+    if row.is_turn_given and not row.forced:
+        row.num_prompt = len(row.ids)

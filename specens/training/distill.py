@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,15 +15,15 @@ from torch.nn.functional import log_softmax
 from specens.decoding.cache import attention_windows
 from specens.decoding.generation import eos_ids
 from specens.decoding.target import Target
-from specens.drafters.distilled import KIND, own_parameters, small_copy
-from specens.drafters.vocabulary import TrimmedHead, output_projection
-from specens.errors import UserError, check_count
+from specens.drafters.distilled import KIND, own_tensors, small_copy
+from specens.drafters.vocabulary import TrimmedHead, check_projection
+from specens.errors import UserError, check_number
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
 from specens.training.card import save_with_card
-from specens.training.rows import Rows, before_answers, kept_ids
+from specens.training.rows import before_answers, kept_ids, split
 from specens.training.texts import Texts
-from specens.training.trainer import Schedule, describe_training, train
+from specens.training.trainer import Schedule, check_stage, describe_training, is_layers, stored, train
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Loss:
 
     kl: float = 1.0
     rejection: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("kl", "rejection"):
+            check_number(f"stage.loss.{name}", getattr(self, name))
+        if not (self.kl or self.rejection):
+            raise UserError(
+                "stage.loss: kl=0 and rejection=0 leave nothing to learn; give one of them a weight above 0"
+            )
 
     def __call__(self, logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
         """Per token, `[tokens]`, of two sets of logits `[tokens, kept]`."""
@@ -51,27 +60,35 @@ class Distilling(nn.Module):
     def __init__(self, target: Target, layers: Sequence[int], kept: torch.Tensor, loss: Loss) -> None:
         super().__init__()
         small = small_copy(target.model, layers).float()
-        self.names = {id(tensor): name for name, tensor in own_parameters(small).items()}
-        self.small = small.base_model
+        if "position_ids" not in inspect.signature(small.forward).parameters:
+            raise UserError(
+                f"{target.name}: stage=distilled needs a model that takes position_ids, as texts share a row"
+            )
+        if "flash" in str(small.config._attn_implementation):  # which takes no mask
+            small.set_attn_implementation("sdpa")
+        self.names = tuple(own_tensors(small))
+        self.prefix = f"{small.base_model_prefix}."
+        self.small: Any = small.base_model
         self.small.set_input_embeddings(nn.Embedding(1, 1).requires_grad_(False))  # inputs come as embeddings
         self.windows = attention_windows(small.config)
         self.loss = loss
         self.frozen: Any = (
             target.model.get_input_embeddings(),
-            TrimmedHead(output_projection(target.model), kept, target.vocab_size),
+            TrimmedHead(target.model, kept).to(target.device),
         )
 
     def _logits(self, row: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits `[answer tokens, kept]`, the small model's and the target's."""
         embeddings, head = self.frozen
-        inputs = embeddings(row["token_ids"][None]).float()
+        with torch.no_grad():  # the target's matrix would be given a gradient of its own size in every row
+            inputs = embeddings(row["token_ids"][None]).float()
         hidden = self.small(
             inputs_embeds=inputs, position_ids=row["positions"][None], attention_mask=self._masks(row), use_cache=False
         ).last_hidden_state[0]
         places = before_answers(row).nonzero()[:, 0]
         with torch.no_grad():
             target_logits = head.logits(row["features"][places, -1].to(head.weight.dtype))
-        return nn.functional.linear(hidden[places], head.weight.to(hidden.dtype)), target_logits
+        return head.logits(hidden[places]), target_logits
 
     def _masks(self, row: dict[str, torch.Tensor]) -> Any:
         index = torch.arange(len(row["begins"]), device=row["begins"].device)
@@ -86,7 +103,7 @@ class Distilling(nn.Module):
 
     def forward(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         losses = torch.cat([self.loss(*self._logits(row)) for row in rows])
-        return {"loss": losses.mean()}
+        return {"loss": losses.sum() / max(len(losses), 1)}  # rows without an answer are possible
 
     def measure(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums: how often the best ids agree, the chance of acceptance, the loss."""
@@ -101,9 +118,8 @@ class Distilling(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the names of the small model's own state dict."""
-        return {
-            self.names[id(tensor)]: tensor.detach() for tensor in self.small.parameters() if id(tensor) in self.names
-        }
+        state = self.small.state_dict()
+        return {name: state[name.removeprefix(self.prefix)] for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -114,8 +130,8 @@ class Distill:
 
     corpus: str
     folder: str
-    layers: list[int] = field(default_factory=lambda: [0, -1])
-    num_output_ids: int = 12_288
+    layers: list[int] = field(default_factory=lambda: [0, 1])
+    num_output_ids: int = 8192
     row_tokens: int = 1024
     num_held_out: int = 1
     loss: Loss = field(default_factory=Loss)
@@ -124,32 +140,28 @@ class Distill:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.layers) <= 4:
-            raise UserError(f"stage.layers={self.layers}: give one to four layers")
-        for name in ("num_output_ids", "row_tokens", "num_held_out"):
-            check_count(f"stage.{name}", getattr(self, name))
+        check_stage(self)
+        if not is_layers(self.layers) or not 1 <= len(self.layers) <= 4:
+            raise UserError(f"stage.layers={self.layers!r}: give one to four layers, such as [0,1]")
 
     def run(self, target: Target) -> Path:
         num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
         layers = [layer % num_layers if -num_layers <= layer < 0 else layer for layer in self.layers]
-        texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer))
+        check_projection(target.model)
+        texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer), model_fingerprint(target.model))
         kept, coverage = kept_ids(
             texts, self.num_output_ids, target.vocab_size, eos_ids(target.model.generation_config)
         )
-        rows = Rows(texts, self.row_tokens, [num_layers], slice(None, -self.num_held_out))
-        held_out = Rows(texts, self.row_tokens, [num_layers], slice(-self.num_held_out, None))
+        rows, held_out = split(texts, self.row_tokens, [num_layers], self.num_held_out)
         learner = Distilling(target, layers, kept, self.loss)
         folder = Path(self.folder).expanduser()
-        curves = train(learner, rows, held_out, folder / "checkpoints", self.schedule, report_to=self.report_to)
+        curves = train(learner, rows, held_out, folder / "checkpoints", self, target)
         trained = Trained(
             KIND,
             model_fingerprint(target.model),
             {"layers": layers},
             describe_training(target, texts, rows, asdict(self), curves, coverage),
-            {
-                **{name: t.to(getattr(torch, self.dtype)) for name, t in learner.tensors().items()},
-                "kept_ids": kept.int(),
-            },
+            stored(learner.tensors(), self.dtype) | {"kept_ids": kept.int()},
         )
         path = folder / f"{KIND}.safetensors"
         save_with_card(trained, path)

@@ -12,17 +12,17 @@ from torch import nn
 
 from specens.decoding.generation import eos_ids
 from specens.decoding.target import Target
-from specens.drafters.networks import Block, BlockLayer, Heads, Network, NetworkConfig
+from specens.drafters.networks import ARCHITECTURES, Block, BlockLayer, Heads, Network, NetworkConfig
 from specens.drafters.non_autoregressive import KIND
-from specens.drafters.vocabulary import TrimmedHead, output_projection
-from specens.errors import UserError, check_count
+from specens.drafters.vocabulary import TrimmedHead, check_projection
+from specens.errors import UserError, check_count, check_number
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
 from specens.training.card import save_with_card
 from specens.training.distill import Loss
-from specens.training.rows import Rows, before_answers, kept_ids
+from specens.training.rows import before_answers, kept_ids, split
 from specens.training.texts import Texts
-from specens.training.trainer import Schedule, describe_training, train
+from specens.training.trainer import Schedule, check_stage, describe_training, is_layers, stored, train
 
 
 class Guessing(nn.Module):
@@ -37,7 +37,7 @@ class Guessing(nn.Module):
         self.weights = decay ** torch.arange(network.config.num_positions)
         self.frozen: Any = (
             target.model.get_input_embeddings(),
-            TrimmedHead(output_projection(target.model), kept, target.vocab_size),
+            TrimmedHead(target.model, kept).to(target.device),
         )
 
     def _logits(
@@ -45,7 +45,8 @@ class Guessing(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits `[guesses, kept]` of the network and of the target, and each guess's depth `[guesses]`."""
         embeddings, head = self.frozen
-        last = embeddings(row["token_ids"][anchors]).float()
+        with torch.no_grad():
+            last = embeddings(row["token_ids"][anchors]).float()
         hidden = self.network(row["features"].float(), last, anchors, row["positions"], row["begins"])
         depths = torch.arange(hidden.shape[1], device=hidden.device)
         places = anchors[:, None] + depths
@@ -53,34 +54,39 @@ class Guessing(nn.Module):
         with torch.no_grad():
             needed, back = places[exists].unique(return_inverse=True)
             target_logits = head.logits(row["features"][needed, -1].to(head.weight.dtype))
-        ours = nn.functional.linear(hidden[exists], head.weight.to(hidden.dtype))
-        return ours, target_logits[back], depths.expand_as(places)[exists]
+        return head.logits(hidden[exists]), target_logits[back], depths.expand_as(places)[exists]
 
-    @staticmethod
-    def anchors(row: dict[str, torch.Tensor], most: int) -> torch.Tensor:
-        """Places after which a token of an answer follows: `most` of them at random, 0 for all."""
+    def anchors(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Places after which a token of an answer follows, `anchors_per_row` of them at most: in training at random, in
+        measuring evenly spread.
+        """
+        most = self.anchors_per_row
         index = torch.arange(len(row["begins"]), device=row["begins"].device)
         places = (before_answers(row) & (index > row["begins"])).nonzero()[:, 0]
-        if most and len(places) > most:
-            places = places[torch.randperm(len(places), device=places.device)[:most].sort().values]
-        return places
+        if len(places) <= most:
+            return places
+        if self.training:
+            return places[torch.randperm(len(places), device=places.device)[:most].sort().values]
+        return places[torch.arange(most, device=places.device) * len(places) // most]
 
     def forward(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         total, count = torch.zeros((), device=rows[0]["begins"].device), 0.0
         for row in rows:
-            ours, theirs, depths = self._logits(row, self.anchors(row, self.anchors_per_row))
+            ours, theirs, depths = self._logits(row, self.anchors(row))
             weights = self.weights.to(ours.device)[depths]
             total = total + (weights * self.loss(ours, theirs)).sum()
             count = count + weights.sum()
-        return {"loss": total / count}
+        return {"loss": total / max(count, 1e-6)}  # rows without an answer are possible
 
     def measure(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums over all places: how often the target's best id is the first, or among the first three, at each depth."""
+        """Sums over places: how often the target's best id is the first, or among the first three, at each depth."""
         sums: dict[str, float] = {"count": 0.0, "loss": 0.0}
         for row in rows:
-            ours, theirs, depths = self._logits(row, self.anchors(row, 256))
-            hits = ours.topk(3, -1).indices == theirs.argmax(-1, keepdim=True)
-            num_anchors = max(int((depths == 0).sum()), 1)
+            ours, theirs, depths = self._logits(row, self.anchors(row))
+            hits = ours.topk(min(3, ours.shape[-1]), -1).indices == theirs.argmax(-1, keepdim=True)
+            num_anchors = int((depths == 0).sum())
+            if not num_anchors:
+                continue
             for depth in range(self.network.config.num_positions):
                 here = hits[depths == depth]
                 share = num_anchors / max(len(here), 1)  # texts end: deeper guesses are fewer
@@ -91,42 +97,51 @@ class Guessing(nn.Module):
         return sums
 
 
+@torch.no_grad()
 def begin_from_target(network: Network, target: Target, layers: Sequence[int]) -> None:
     """Start where the target is: a block's layers from the target's, so that its keys and values are at first the target's own
     at that layer; where shapes or names do not fit (other architectures), the random start stays.
     """
-    embeddings = target.model.get_input_embeddings().weight.detach().float()
-    norm = [
+    embeddings: Any = target.model.get_input_embeddings()
+    norms = [
         module
         for name, module in target.model.named_modules()
-        if name.endswith(("model.norm", ".ln_f", "final_layer_norm"))
+        if name.endswith(("model.norm", ".ln_f", "final_layer_norm")) and getattr(module, "weight", None) is not None
     ]
     size = network.config.hidden_size
-    with torch.no_grad():
-        if norm and getattr(norm[-1], "weight", None) is not None:
-            network.norm.weight.copy_(norm[-1].weight)  # pyright: ignore
-        if isinstance(network, Heads):
-            nn.init.zeros_(network.blocks.weight)
-            nn.init.zeros_(network.blocks.bias)
-            nn.init.normal_(network.join.weight, std=0.1 / size**0.5)
-            begin = (len(network.config.hidden_layers) - 1) * size
-            network.join.weight[:, begin : begin + size] += torch.eye(size)
-            return
-        assert isinstance(network, Block)
-        network.masks.normal_(std=float(embeddings.std()))
-        source = layer_list(target)
-        fed = [network.config.hidden_layers.index(layer) for layer in layers if layer in network.config.hidden_layers]
-        nn.init.normal_(network.join.weight, std=0.1 / network.join.weight.shape[1] ** 0.5)
-        for place in fed[-1:]:
-            network.join.weight[:, place * size : (place + 1) * size] += torch.eye(size)
-        for ours, layer in zip(network.layers, layers, strict=True):
-            assert isinstance(ours, BlockLayer)
-            theirs = source[layer].state_dict()
-            for name, tensor in ours.state_dict().items():
-                if name in theirs and theirs[name].shape == tensor.shape:
-                    tensor.copy_(theirs[name])
-            if fed and "input_layernorm.weight" in theirs:
-                network.join_norm.weight.copy_(theirs["input_layernorm.weight"])
+    if norms:
+        network.norm.weight.copy_(gain(norms[-1]))  # pyright: ignore
+    if isinstance(network, Heads):
+        nn.init.zeros_(network.blocks.weight)
+        nn.init.zeros_(network.blocks.bias)
+        nn.init.normal_(network.join.weight, std=0.1 / size**0.5)
+        begin = (len(network.config.hidden_layers) - 1) * size
+        network.join.weight[:, begin : begin + size] += torch.eye(size)
+        return
+    assert isinstance(network, Block)
+    network.masks.normal_(std=float(embeddings.weight.float().std()))
+    network.feed.weight.copy_(0.05 * torch.eye(size))  # about as large as an embedding
+    source = layer_list(target)
+    fed = [network.config.hidden_layers.index(layer) for layer in layers if layer in network.config.hidden_layers]
+    nn.init.normal_(network.join.weight, std=0.1 / network.join.weight.shape[1] ** 0.5)
+    for place in fed[-1:]:
+        network.join.weight[:, place * size : (place + 1) * size] += torch.eye(size)
+    for ours, layer in zip(network.layers, layers, strict=True):
+        assert isinstance(ours, BlockLayer)
+        theirs = source[layer].state_dict()
+        for name, module in source[layer].named_modules():
+            if name.endswith("norm") and getattr(module, "weight", None) is not None:
+                theirs[f"{name}.weight"] = gain(module)
+        for name, tensor in ours.state_dict().items():
+            if name in theirs and theirs[name].shape == tensor.shape:
+                tensor.copy_(theirs[name])
+        if fed and "input_layernorm.weight" in theirs:
+            network.join_norm.weight.copy_(theirs["input_layernorm.weight"])
+
+
+def gain(norm: Any) -> torch.Tensor:
+    """What a norm multiplies with, `[hidden_size]`. Some models (Gemma) store it less one: a vector of ones shows it."""
+    return norm.weight if isinstance(norm, nn.LayerNorm) else norm(torch.ones_like(norm.weight))
 
 
 def layer_list(target: Target) -> nn.ModuleList:
@@ -146,11 +161,11 @@ class Guess:
 
     corpus: str
     folder: str
-    architecture: str = "block"
+    architecture: str = "heads"
     hidden_layers: list[int] | None = None
     layers: list[int] = field(default_factory=list)
     num_positions: int = 4
-    num_output_ids: int = 12_288
+    num_output_ids: int = 8192
     row_tokens: int = 1024
     anchors_per_row: int = 256
     decay: float = 0.8
@@ -161,41 +176,36 @@ class Guess:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("num_positions", "num_output_ids", "row_tokens", "anchors_per_row", "num_held_out"):
+        check_stage(self)
+        for name in ("num_positions", "anchors_per_row"):
             check_count(f"stage.{name}", getattr(self, name))
-        if not 0 < self.decay <= 1:
-            raise UserError(f"stage.decay={self.decay}: give a number above 0, at most 1")
+        check_number("stage.decay", self.decay, 0, 1, above=True)
+        if self.architecture not in ARCHITECTURES:
+            raise UserError(f"stage.architecture={self.architecture!r}: choose one of {', '.join(ARCHITECTURES)}")
+        if not is_layers(self.layers) or not (self.hidden_layers is None or is_layers(self.hidden_layers)):
+            name = "hidden_layers" if is_layers(self.layers) else "layers"
+            raise UserError(f"stage.{name}={getattr(self, name)!r}: give layers, such as [8,16]")
 
     def run(self, target: Target) -> Path:
-        texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer))
+        check_projection(target.model)
+        texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer), model_fingerprint(target.model))
         config = self.network_config(target, texts)
         kept, coverage = kept_ids(
             texts, self.num_output_ids, target.vocab_size, eos_ids(target.model.generation_config)
         )
-        rows = Rows(texts, self.row_tokens, config.hidden_layers, slice(None, -self.num_held_out))
-        held_out = Rows(texts, self.row_tokens, config.hidden_layers, slice(-self.num_held_out, None))
+        rows, held_out = split(texts, self.row_tokens, config.hidden_layers, self.num_held_out)
         torch.manual_seed(self.schedule.seed)
         network = config.build()
         begin_from_target(network, target, self._layers(config))
         learner = Guessing(target, network, kept, self.loss, self.anchors_per_row, self.decay)
         folder = Path(self.folder).expanduser()
-        curves = train(
-            learner,
-            rows,
-            held_out,
-            folder / f"checkpoints-{self.architecture}",
-            self.schedule,
-            report_to=self.report_to,
-        )
+        curves = train(learner, rows, held_out, folder / f"checkpoints-{self.architecture}", self, target)
         trained = Trained(
             KIND,
             model_fingerprint(target.model),
             asdict(config),
             describe_training(target, texts, rows, asdict(self), curves, coverage),
-            {
-                **{name: t.detach().to(getattr(torch, self.dtype)) for name, t in network.state_dict().items()},
-                "kept_ids": kept.int(),
-            },
+            stored(network.state_dict(), self.dtype) | {"kept_ids": kept.int()},
         )
         path = folder / f"{KIND}-{self.architecture}.safetensors"
         save_with_card(trained, path)
@@ -216,6 +226,8 @@ class Guess:
                 f"stage.hidden_layers={list(hidden_layers)}: end with {text.num_hidden_layers}, the target's last, and let "
                 "stage=corpus keep them"
             )
+        if not all(0 <= layer < text.num_hidden_layers for layer in self.layers):
+            raise UserError(f"stage.layers={self.layers}: give layers of the target, 0 to {text.num_hidden_layers - 1}")
         heads = int(text.num_attention_heads)
         rope = getattr(text, "rope_parameters", None) or {}
         return NetworkConfig(

@@ -43,6 +43,12 @@ class Rows(Dataset):
                 raise UserError(
                     f"corpus {texts.folder}: hidden states of layer {lost[0]} were not kept, only of {kept}"
                 )
+            for shard in self._shards:
+                if not shard.hidden_path.is_file():
+                    raise UserError(
+                        f"corpus {texts.folder}: {shard.hidden_path.name} is missing; delete {shard.path.name} too "
+                        "and run stage=corpus again"
+                    )
         self._places = [
             Place(number, row) for number, shard in enumerate(self._shards) for row in pack(shard.length, row_tokens)
         ]
@@ -75,6 +81,21 @@ class Rows(Dataset):
         if self._layers:
             row["features"] = _features(shard.hidden_path, self._layers, pieces, size)
         return row
+
+
+def split(texts: Texts, row_tokens: int, hidden_layers: Sequence[int], num_held_out: int) -> tuple[Rows, Rows]:
+    """Rows to learn from, and those of the last `num_held_out` shards, which only measure."""
+    num_shards = len(texts.shard_paths())
+    if num_shards <= num_held_out:
+        raise UserError(
+            f"corpus {texts.folder}: {num_shards} shards, and stage.num_held_out={num_held_out} of them only measure; write "
+            "more with stage=corpus stage.num_tokens=..."
+        )
+    parts = slice(None, -num_held_out), slice(-num_held_out, None)
+    rows, held_out = (Rows(texts, row_tokens, hidden_layers, part) for part in parts)
+    if not len(rows):
+        raise UserError(f"corpus {texts.folder}: no texts to learn from; write more with stage=corpus")
+    return rows, held_out
 
 
 def before_answers(row: dict[str, torch.Tensor]) -> torch.Tensor:

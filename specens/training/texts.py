@@ -44,7 +44,7 @@ class Shard:
     @property
     def begins(self) -> np.ndarray:
         """Index of each text's first token."""
-        return np.concatenate([[0], np.cumsum(self.length)[:-1]]).astype(np.int64)
+        return np.cumsum(self.length, dtype=np.int64) - self.length
 
     @property
     def hidden_path(self) -> Path:
@@ -66,8 +66,10 @@ class Texts:
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: str | Path, fingerprint: str | None = None) -> Texts:
-        """Raises UserError when the folder is none of ours, or written with another tokenizer than `fingerprint` says."""
+    def open(cls, folder: str | Path, fingerprint: str | None = None, model: str | None = None) -> Texts:
+        """Raises UserError when the folder is none of ours, or written with another tokenizer than `fingerprint` says, or by
+        another target than `model` says (both are fingerprints).
+        """
         path = Path(folder).expanduser()
         try:
             manifest = json.loads((path / MANIFEST).read_text())
@@ -80,6 +82,9 @@ class Texts:
             raise UserError(
                 f"corpus {path}: written with another tokenizer ({theirs}) than the target's ({fingerprint})"
             )
+        author = manifest.get("model")
+        if model is not None and author not in (None, model):
+            raise UserError(f"corpus {path}: written by another target ({author}) than this one ({model})")
         return cls(path, manifest)
 
     def shard_paths(self) -> list[Path]:
@@ -119,5 +124,9 @@ def runs_of(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def overlaps(token_ids: Sequence[int] | np.ndarray, runs: np.ndarray) -> bool:
-    """Does a text share a run with those hashed in `runs`?"""
-    return bool(len(runs)) and bool(np.isin(runs_of(token_ids), runs).any())
+    """Does a text share a run with those hashed in `runs` (ascending)?"""
+    if not len(runs):
+        return False
+    own = runs_of(token_ids)
+    places = np.searchsorted(runs, own).clip(max=len(runs) - 1)
+    return bool((runs[places] == own).any())

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from specens.errors import UserError, check_count
+from specens.errors import UserError, check_count, check_number, one_line
+from specens.trained import model_fingerprint
 from specens.training.card import command_line
 from specens.training.rows import Rows, stack
+
+DTYPES = ("float32", "bfloat16", "float16")
+REPORTS = ("none", "wandb")
+STATE = "trainer_state.json"
+BEGUN = "begun.json"
+"""In a folder of checkpoints: the options they were made with."""
+
+MAY_CHANGE = (
+    "corpus",
+    "folder",
+    "report_to",
+    "dtype",
+    *(f"schedule.{name}" for name in ("evaluate_every", "save_every", "num_loaders")),
+)
+"""Options that a resumed training may have other values of: they do not change what is learned."""
 
 
 class Learner(Protocol):
@@ -28,24 +44,52 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. `num_steps` counts optimizer steps of `rows_per_step` rows; `bfloat16` is mixed precision."""
+    """How long and how fast. `num_steps` counts optimizer steps of `rows_per_step` rows; `bfloat16` is mixed precision,
+    `num_loaders` the processes that read rows ahead.
+    """
 
     num_steps: int = 1000
     rows_per_step: int = 8
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     warmup_steps: int = 50
     weight_decay: float = 0.01
     max_gradient: float = 1.0
     evaluate_every: int = 200
     save_every: int = 200
     bfloat16: bool = False
+    num_loaders: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "rows_per_step", "evaluate_every", "save_every"):
             check_count(f"stage.schedule.{name}", getattr(self, name))
-        if not self.learning_rate > 0:
-            raise UserError(f"stage.schedule.learning_rate={self.learning_rate}: give a number above 0")
+        for name in ("warmup_steps", "num_loaders", "seed"):
+            check_count(f"stage.schedule.{name}", getattr(self, name), 0)
+        for name in ("learning_rate", "max_gradient"):
+            check_number(f"stage.schedule.{name}", getattr(self, name), above=True)
+        check_number("stage.schedule.weight_decay", self.weight_decay)
+        if not isinstance(self.bfloat16, bool):
+            raise UserError(f"stage.schedule.bfloat16={self.bfloat16!r}: give true or false")
+
+
+def check_stage(stage: Any) -> None:
+    """The options that every training stage has; UserError before anything is loaded."""
+    for name in ("corpus", "folder"):
+        if not isinstance(getattr(stage, name), str):
+            raise UserError(f"stage.{name}={getattr(stage, name)!r}: give a folder")
+    for name in ("num_output_ids", "row_tokens", "num_held_out"):
+        check_count(f"stage.{name}", getattr(stage, name))
+    for name, known in (("dtype", DTYPES), ("report_to", REPORTS)):
+        if getattr(stage, name) not in known:
+            raise UserError(f"stage.{name}={getattr(stage, name)!r}: choose one of {', '.join(known)}")
+    for name, is_right in (("loss", is_dataclass(stage.loss)), ("schedule", isinstance(stage.schedule, Schedule))):
+        if not is_right:
+            raise UserError(f"stage.{name}={getattr(stage, name)!r}: give options of it, such as in conf/stage")
+
+
+def is_layers(value: Any) -> bool:
+    """A list of whole numbers."""
+    return isinstance(value, list) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value)
 
 
 class RowTrainer(Trainer):
@@ -73,41 +117,102 @@ class RowTrainer(Trainer):
 
 
 def train(
-    learner: nn.Module, rows: Rows, held_out: Rows, folder: Path, schedule: Schedule, *, report_to: str = "none"
+    learner: nn.Module, rows: Rows, held_out: Rows, folder: Path, stage: Any, target: Any
 ) -> list[dict[str, float]]:
-    """Train in `folder`, going on from its last checkpoint if there is one. Returns the Trainer's log (the curves), which is
-    also written to `curves.jsonl`.
+    """Train in `folder` as `stage` says, going on from its last checkpoint if there is one. Returns the Trainer's log (the
+    curves), which is also written to `curves.jsonl`.
     """
-    on_cpu = not torch.cuda.is_available()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=schedule.num_steps,
-        per_device_train_batch_size=schedule.rows_per_step,
-        learning_rate=schedule.learning_rate,
-        warmup_steps=schedule.warmup_steps,
-        lr_scheduler_type="cosine",
-        weight_decay=schedule.weight_decay,
-        max_grad_norm=schedule.max_gradient,
-        bf16=schedule.bfloat16,
-        use_cpu=on_cpu,
-        eval_strategy="steps",
-        eval_steps=schedule.evaluate_every,
-        logging_steps=min(schedule.evaluate_every, 20),
-        save_steps=schedule.save_every,
-        save_total_limit=2,
-        seed=schedule.seed,
-        data_seed=schedule.seed,
-        report_to=report_to,
-        disable_tqdm=False,
-        remove_unused_columns=False,
-        dataloader_pin_memory=not on_cpu,
-    )
-    trainer = RowTrainer(model=learner, args=arguments, train_dataset=rows, eval_dataset=held_out, data_collator=stack)
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
-    curves: list[dict[str, float]] = trainer.state.log_history
+    check_begun(folder, stage, target)
+    arguments = training_arguments(folder, stage.schedule, stage.report_to, target.device)
+    last = last_checkpoint(folder)
+    state = {} if last is None else json.loads((Path(last) / STATE).read_text())
+    if last is not None and state["global_step"] >= stage.schedule.num_steps:  # the Trainer would add a step
+        learner.load_state_dict(load_file(Path(last) / "model.safetensors"))
+        curves: list[dict[str, float]] = state["log_history"]
+    else:
+        trainer = RowTrainer(
+            model=learner, args=arguments, train_dataset=rows, eval_dataset=held_out, data_collator=stack
+        )
+        trainer.train(resume_from_checkpoint=last)
+        curves = trainer.state.log_history
     (folder / "curves.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in curves))
     return curves
+
+
+def training_arguments(folder: Path, schedule: Schedule, report_to: str, device: torch.device) -> TrainingArguments:
+    """The Trainer's options, on the device of the target, whose embeddings and output projection the learner reads."""
+    if device.index:
+        raise UserError(
+            f"target.device={device}: training runs on the first device; choose it with CUDA_VISIBLE_DEVICES"
+        )
+    on_cpu = device.type == "cpu"
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=schedule.num_steps,
+            per_device_train_batch_size=schedule.rows_per_step,
+            learning_rate=schedule.learning_rate,
+            warmup_steps=schedule.warmup_steps,
+            lr_scheduler_type="cosine",
+            weight_decay=schedule.weight_decay,
+            max_grad_norm=schedule.max_gradient,
+            bf16=schedule.bfloat16,
+            use_cpu=on_cpu,
+            eval_strategy="steps",
+            eval_steps=schedule.evaluate_every,
+            logging_steps=min(schedule.evaluate_every, 20),
+            save_steps=schedule.save_every,
+            save_total_limit=2,
+            seed=schedule.seed,
+            data_seed=schedule.seed,
+            report_to=report_to,
+            disable_tqdm=False,
+            remove_unused_columns=False,
+            dataloader_pin_memory=not on_cpu,
+            dataloader_num_workers=schedule.num_loaders,
+        )
+    except (ValueError, ImportError) as error:  # no bfloat16 on this device, no wandb
+        raise UserError(f"stage.schedule: {one_line(error)}") from error
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several would be given parts of a batch, which is a list here
+    return arguments
+
+
+def check_begun(folder: Path, stage: Any, target: Any) -> None:
+    """Checkpoints are gone on from only with the options they were made with; UserError names one that differs."""
+    given = asdict(stage)
+    for part in ("loss", "schedule"):
+        given |= {f"{part}.{name}": value for name, value in given.pop(part).items()}
+    options = {name: value for name, value in given.items() if name not in MAY_CHANGE}
+    options["target"] = model_fingerprint(target.model)
+    path = folder / BEGUN
+    begun = json.loads(path.read_text()) if path.is_file() and last_checkpoint(folder) is not None else options
+    for name, value in options.items():
+        if begun.get(name, value) != value:
+            raise UserError(
+                f"{folder}: its checkpoints were made with stage.{name}={begun.get(name)}, not {value}; give another folder, or "
+                "delete this one to begin again"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(options, indent=1))
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest whole one: a killed run may have left one without its STATE, which is written last."""
+    steps = {}
+    for path in folder.glob(f"checkpoint-*/{STATE}"):
+        try:
+            steps[json.loads(path.read_text())["global_step"]] = str(path.parent)
+        except (ValueError, KeyError):
+            continue
+    return steps[max(steps)] if steps else None
+
+
+def stored(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """As they go to a file: on the CPU, numbers in `dtype`."""
+    return {
+        name: tensor.detach().cpu().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor.detach().cpu()
+        for name, tensor in tensors.items()
+    }
 
 
 def describe_training(

@@ -1,0 +1,784 @@
+"""python -m specens.train: the stages one after another, what they learn from, what they learn, kills, options."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import guesser_weights
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from safetensors import safe_open
+
+from specens.config import CONF_DIR, build, compose, resolved
+from specens.decoding.sampling import Sampler
+from specens.decoding.target import Target
+from specens.decoding.types import Plan
+from specens.drafters.distilled import Distilled
+from specens.drafters.non_autoregressive import NonAutoregressive
+from specens.errors import UserError
+from specens.models import ModelSpec
+from specens.records import load
+from specens.run import run
+from specens.tiny import byte_tokenizer, random_model
+from specens.train import train
+from specens.trained import Trained, model_fingerprint
+from specens.training.all import All
+from specens.training.corpus import Corpus
+from specens.training.distill import Distill, Distilling, Loss
+from specens.training.non_autoregressive import Guess, Guessing, begin_from_target, gain
+from specens.training.rows import Rows, before_answers, kept_ids, pack, split
+from specens.training.texts import Shard, Texts
+from specens.training.trainer import RowTrainer, Schedule, last_checkpoint, training_arguments
+
+SHORT = Schedule(num_steps=6, rows_per_step=2, warmup_steps=2, evaluate_every=3, save_every=2)
+
+
+def target_of(family: str = "llama", **config: Any) -> Target:
+    return Target(random_model(family, **{"seed": 3, **config}), byte_tokenizer())
+
+
+def corpus_of(target: Target, folder: Path, **changed: Any) -> Texts:
+    sizes: dict[str, Any] = {"num_tokens": 900, "shard_texts": 8, "max_user_tokens": 10, "max_answer_tokens": 30}
+    return Corpus(str(folder), **{**sizes, **changed}).run(target)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return target_of()
+
+
+@pytest.fixture(scope="module")
+def texts(target, tmp_path_factory):
+    return corpus_of(target, tmp_path_factory.mktemp("texts") / "corpus")
+
+
+def distill(texts: Texts, folder, **changed: Any) -> Distill:
+    given = {"layers": [0], "num_output_ids": 200, "row_tokens": 128, "schedule": SHORT, **changed}
+    return Distill(str(texts.folder), str(folder), **given)
+
+
+def guess(texts: Texts, folder, **changed: Any) -> Guess:
+    given = {"num_output_ids": 200, "row_tokens": 128, "anchors_per_row": 32, "schedule": SHORT, **changed}
+    return Guess(str(texts.folder), str(folder), **given)
+
+
+def curves_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
+
+
+# The whole way
+
+
+STAGES = {
+    "corpus": ["stage.num_tokens=900", "stage.shard_texts=8", "stage.max_user_tokens=10", "stage.max_answer_tokens=30"],
+    "training": [
+        *("stage.num_output_ids=200", "stage.row_tokens=128", "stage.schedule.num_steps=4"),
+        *("stage.schedule.rows_per_step=2", "stage.schedule.evaluate_every=2", "stage.schedule.save_every=2"),
+    ],
+}
+
+
+def test_every_stage_in_turn_makes_prophets_that_change_no_output(tmp_path, monkeypatch):
+    """The words of the README, in this process."""
+    monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    base = ["model@target=tiny", "folder=made"]
+    train(compose(["stage=corpus", *base, *STAGES["corpus"]], "train"))
+    train(compose(["stage=distilled", *base, *STAGES["training"]], "train"))
+    for architecture in ("heads", "block"):
+        words = ["stage=non_autoregressive", f"stage.architecture={architecture}", *base, *STAGES["training"]]
+        train(compose(words, "train"))
+    files = {"distilled": "distilled", "heads": "non_autoregressive-heads", "block": "non_autoregressive-block"}
+    for name in files.values():
+        assert Path("made", f"{name}.safetensors").stat().st_size > 10_000
+        card = Path("made", f"{name}.md").read_text()
+        assert "4 steps of 2 rows of 128 tokens" in card and "| loss |" in card and "Parameters" in card
+    members = [
+        *("+drafter@drafter.members.distilled=distilled", "+drafter@drafter.members.heads=non_autoregressive"),
+        *("+drafter@drafter.members.block=non_autoregressive", "~drafter@drafter.members.quantized"),
+        "drafter.members.distilled.model.weights=made/distilled.safetensors",
+        *(f"drafter.members.{name}.weights=made/{files[name]}.safetensors" for name in ("heads", "block")),
+    ]
+    common = ["model@target=tiny", "drafter=untrained", "tracker=none", "prompts.limit=2", "sampling.max_new_tokens=12"]
+    for i, words in enumerate([[], ["sampling.temperature=1", "layout=rows"]]):
+        summary = run(compose([*common, *members, *words]), tmp_path / f"run{i}")
+        assert (summary["num_identical"], summary["num_failed"]) == (2, 0)
+        assert {name for name, row in summary["drafters"].items() if row["silent_rate"] < 0.5} >= set(files)
+        drafts = load(tmp_path / f"run{i}").drafts
+        assert drafts[drafts["drafter"] == "distilled"]["num_matched"].sum() > 0
+
+
+@pytest.mark.slow
+def test_stage_all_is_one_command_and_does_nothing_twice(tmp_path):
+    sizes = []
+    for name in ("distilled", "non_autoregressive"):
+        sizes += [word.replace("stage.", f"stage.stages.{name}.", 1) for word in STAGES["training"]]
+    sizes += [word.replace("stage.", "stage.stages.corpus.", 1) for word in STAGES["corpus"]]
+    command = [
+        sys.executable,
+        "-m",
+        "specens.train",
+        "stage=all",
+        "model@target=tiny",
+        f"folder={tmp_path}/made",
+        *sizes,
+    ]
+    environment = {**os.environ, "SPECENS_CACHE": str(tmp_path / "cache")}
+    first = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert first.returncode == 0, first.stderr
+    assert [line for line in first.stdout.splitlines() if line.startswith("stage ")] == [
+        *("stage corpus", "stage datastore", "stage distilled", "stage non_autoregressive")
+    ]
+    second = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert second.returncode == 0 and "shard" not in second.stdout
+    wrong = subprocess.run(
+        [*command, "stage.stages.distilled.layers=[9]"], capture_output=True, text=True, env=environment
+    )
+    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr and "layers" in wrong.stderr
+
+
+def test_all_runs_its_stages_in_their_order(capsys):
+    class Stage:
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, target):
+            print(self.name, target)
+
+    All({"b": Stage("one"), "a": Stage("two")}).run("target")  # pyright: ignore
+    assert capsys.readouterr().out.splitlines() == ["stage b", "one target", "stage a", "two target"]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_architectures_get_prophets_too(family, tmp_path):
+    other = target_of(family, **FAMILIES[family])
+    texts = corpus_of(other, tmp_path / "corpus", num_tokens=500)
+    once = replace(SHORT, num_steps=2)
+    path = distill(texts, tmp_path, schedule=once, layers=[0, 1]).run(other)
+    assert Distilled(str(path)).load_for(other).model.config.model_type == family
+    for architecture in ("heads", "block"):
+        path = guess(texts, tmp_path, schedule=once, architecture=architecture).run(other)
+        NonAutoregressive(str(path)).bind(other)
+
+
+def test_a_target_without_positions_is_refused_for_distilling_by_name(tmp_path):
+    other = target_of("bloom", n_head=4, n_layer=2)
+    texts = corpus_of(other, tmp_path / "corpus", num_tokens=500)
+    with pytest.raises(UserError, match="position_ids"):
+        distill(texts, tmp_path).run(other)
+
+
+# What is learned from
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
+def test_packing_keeps_every_text_once_and_overfills_no_row(lengths, row_tokens):
+    rows = pack(np.array(lengths, dtype=np.int32), row_tokens)
+    assert sorted(text for row in rows for text in row) == list(range(len(lengths)))
+    filled = [sum(min(lengths[text], row_tokens) for text in row) for row in rows]
+    assert all(0 < size <= row_tokens for size in filled)
+    assert sum(size <= row_tokens / 2 for size in filled) <= 1, "two half-empty rows would be one"
+
+
+def shard_of(tmp_path: Path, token_ids: list[int], **arrays: Any) -> Shard:
+    one = {"length": [len(token_ids)], "prompt_length": [1], "is_greedy": [True], **arrays}
+    return Shard(tmp_path / "00000.safetensors", np.array(token_ids), *(np.array(v) for v in one.values()))
+
+
+class FakeTexts:
+    def __init__(self, *shards):
+        self._shards = shards
+
+    def shards(self):
+        return iter(self._shards)
+
+
+def test_the_kept_ids_are_the_most_frequent_ties_go_to_the_lower_id(tmp_path):
+    texts: Any = FakeTexts(shard_of(tmp_path, [7, 7, 7, 3, 3, 9]), shard_of(tmp_path, [9, 9, 5]))
+    for num_ids, expected, coverage in (
+        (1, [7], 3 / 9),
+        (2, [7, 9], 6 / 9),
+        (3, [3, 7, 9], 8 / 9),
+        (4, [3, 5, 7, 9], 1),
+        (6, [0, 1, 3, 5, 7, 9], 1),
+        (12, list(range(12)), 1),
+        (99, list(range(12)), 1),
+    ):
+        kept, covered = kept_ids(texts, num_ids, 12)
+        assert kept.tolist() == expected and covered == pytest.approx(coverage)
+    kept, covered = kept_ids(texts, 2, 12, always=[11])
+    assert kept.tolist() == [7, 11] and covered == pytest.approx(3 / 9)
+
+
+def test_a_row_lines_up_with_its_shard(texts):
+    rows = Rows(texts, 100, [1, 2])
+    shards = list(texts.shards())
+    seen = []
+    for number in range(len(rows)):
+        place, row = rows._places[number], rows[number]
+        shard = shards[place.shard]
+        at = 0
+        for text in place.texts:
+            begin, length = int(shard.begins[text]), int(shard.length[text])
+            here, there = slice(at, at + length), slice(begin, begin + length)
+            assert row["token_ids"][here].tolist() == shard.token_ids[there].tolist()
+            assert row["positions"][here].tolist() == list(range(length))
+            assert set(row["begins"][here].tolist()) == {at} and set(row["ends"][here].tolist()) == {at + length}
+            prompt = int(shard.prompt_length[text])
+            assert row["is_answer"][here].tolist() == [False] * prompt + [True] * (length - prompt)
+            assert torch.equal(row["features"][here], shard.hidden([1, 2])[there])
+            expected = [i + 1 < length and i + 1 >= prompt for i in range(length)]
+            assert before_answers(row)[here].tolist() == expected
+            seen.append((place.shard, text))
+            at += length
+        padding = slice(at, 100)
+        assert not row["is_answer"][padding].any() and not row["features"][padding].any()
+        assert row["begins"][padding].tolist() == list(range(at, 100))
+        assert (row["ends"][padding] - row["begins"][padding] == 1).all() and not before_answers(row)[padding].any()
+    assert sorted(seen) == [(number, text) for number, shard in enumerate(shards) for text in range(len(shard.length))]
+    assert rows.num_tokens() == texts.num_tokens()
+
+
+def test_a_text_longer_than_a_row_is_cut(texts):
+    rows = Rows(texts, 30, [2])
+    assert all(len(row["token_ids"]) == len(row["features"]) == 30 for row in (rows[i] for i in range(len(rows))))
+    cut = rows[0]
+    assert cut["ends"][0] == 30 and cut["positions"].tolist() == list(range(30))
+    assert before_answers(cut)[-1] == False  # noqa: E712  (what would follow was cut off)
+
+
+def test_the_last_shards_only_measure_and_something_must_be_left_to_learn_from(texts, tmp_path):
+    rows, held_out = split(texts, 128, [2], 1)
+    shards = list(texts.shards())
+    assert rows.num_tokens() == sum(len(shard.token_ids) for shard in shards[:-1])
+    assert held_out.num_tokens() == len(shards[-1].token_ids)
+    with pytest.raises(UserError, match=rf"{len(shards)} shards, and stage\.num_held_out={len(shards)}"):
+        split(texts, 128, [2], len(shards))
+    with pytest.raises(UserError, match="layer 0 were not kept"):
+        split(texts, 128, [0, 2], 1)
+    folder = tmp_path / "corpus"
+    shutil.copytree(texts.folder, folder)
+    (folder / "00001.hidden.safetensors").unlink()
+    with pytest.raises(UserError, match=r"00001\.hidden\.safetensors is missing"):
+        split(Texts.open(folder), 128, [2], 1)
+
+
+def test_another_targets_corpus_is_refused(texts, tmp_path):
+    for stage in (distill(texts, tmp_path), guess(texts, tmp_path)):
+        with pytest.raises(UserError, match="written by another target"):
+            stage.run(target_of(seed=4))
+    with pytest.raises(UserError, match=r"no readable corpus\.json.*stage=corpus"):
+        Distill(str(tmp_path / "nowhere"), str(tmp_path)).run(target_of())
+
+
+# The losses
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("kl", "rejection"), [(1.0, 0.0), (0.0, 1.0), (0.3, 2.0)])
+def test_the_loss_is_the_divergence_and_the_chance_of_rejection(kl, rejection):
+    draw = np.random.default_rng(0)
+    ours, theirs = draw.normal(size=(5, 9)) * 3, draw.normal(size=(5, 9)) * 3
+    q, p = softmax(ours), softmax(theirs)
+    expected = kl * (p * np.log(p / q)).sum(-1) + rejection * np.maximum(p - q, 0).sum(-1)
+    loss = Loss(kl, rejection)
+    found = loss(torch.tensor(ours), torch.tensor(theirs))
+    assert np.allclose(found.numpy(), expected, atol=1e-5) and found.shape == (5,)
+    assert loss(torch.tensor(ours), torch.tensor(ours)).abs().max() < 1e-6
+
+
+def test_an_id_that_the_target_rules_out_gives_no_nan():
+    ours = torch.zeros(1, 3, requires_grad=True)
+    loss = Loss()(ours, torch.tensor([[0.0, 200.0, -200.0]])).sum()
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(ours.grad).all()
+
+
+ALL_IDS = torch.arange(259)
+
+
+def test_a_distilled_model_of_all_the_targets_layers_matches_it_everywhere(target, texts):
+    """Texts that share a row, positions, features and the target's logits: all of it must line up for this."""
+    learner = Distilling(target, [0, 1], ALL_IDS, Loss()).eval()
+    sums: dict[str, float] = {}
+    with torch.no_grad():
+        for row in (Rows(texts, 128, [2])[i] for i in range(len(Rows(texts, 128, [2])))):
+            for name, value in learner.measure([row]).items():
+                sums[name] = sums.get(name, 0.0) + value
+    num_answer_tokens = sum(int((shard.length - shard.prompt_length).sum()) for shard in texts.shards())
+    assert sums["count"] == num_answer_tokens
+    assert sums["match"] / sums["count"] > 0.995  # hidden states are kept in bfloat16, which moves a near tie
+    assert sums["acceptance"] / sums["count"] > 0.99 and sums["loss"] / sums["count"] < 0.02
+
+
+def test_trained_further_it_still_matches(target, texts, tmp_path):
+    gently = replace(SHORT, learning_rate=1e-6)
+    stage = distill(texts, tmp_path, layers=[0, 1], num_output_ids=259, schedule=gently)
+    stage.run(target)
+    evaluations = [entry["eval_match"] for entry in curves_of(tmp_path / "checkpoints") if "eval_match" in entry]
+    assert len(evaluations) == 2 and min(evaluations) > 0.995
+
+
+def guessing(target: Target, architecture: str, anchors_per_row: int = 1000) -> tuple[Guessing, Trained]:
+    weights = guesser_weights(target.model, architecture, kept=range(259))
+    drafter = NonAutoregressive(weights, 4, 16)
+    drafter.bind(target)
+    assert drafter._network is not None
+    return Guessing(target, drafter._network, ALL_IDS, Loss(), anchors_per_row, 0.8).eval(), weights
+
+
+@pytest.mark.parametrize("architecture", ["heads", "block"])
+def test_guesses_are_compared_with_what_the_target_says_at_that_depth(target, texts, architecture):
+    """And they are those that the drafter makes when it decodes: the same logits, from hidden states of a live forward."""
+    learner, weights = guessing(target, architecture)
+    row = Rows(texts, 128, [1, 2])[0]
+    anchors = learner.anchors(row)
+    assert anchors.tolist() == [i for i in range(128) if before_answers(row)[i] and i > row["begins"][i]]
+    with torch.no_grad():
+        ours, theirs, depths = learner._logits(row, anchors)
+    places = [(int(a), d) for a in anchors for d in range(4) if a + d + 1 < row["ends"][a]]
+    assert [d for _, d in places] == depths.tolist()
+    drafter = NonAutoregressive(weights, 4, 16)
+    drafter.bind(target)
+    for number in range(0, len(places), 5):
+        anchor, depth = places[number]
+        begin = int(row["begins"][anchor])
+        ids = row["token_ids"][begin : int(row["ends"][anchor])]
+        with torch.no_grad():
+            logits = target.model(ids[None]).logits[0]
+        expected = logits[anchor + depth - begin]
+        assert torch.allclose(theirs[number], expected, atol=0.15 * float(expected.std()))
+        prompt = ids[: anchor + 1 - begin].tolist()
+        drafter.start(prompt)
+        drafter.condition(target.prefill(prompt, drafter.hidden_layers).hidden)
+        drafter.propose(prompt, Plan(4, 16), Sampler())
+        assert drafter._network is not None
+        with torch.no_grad():
+            last = target.model.get_input_embeddings().weight[prompt[-1]]  # pyright: ignore
+            live = drafter._head.logits(drafter._network.propose(drafter._context, last))[depth]
+        assert torch.allclose(ours[number], live, atol=0.15 * float(live.std()))
+
+
+@pytest.mark.parametrize("architecture", ["heads", "block"])
+def test_the_guessing_loss_weighs_depths_and_counts_every_guess_once(target, texts, architecture):
+    learner, _ = guessing(target, architecture)
+    rows = [Rows(texts, 128, [1, 2])[i] for i in range(2)]
+    total = count = 0.0
+    with torch.no_grad():
+        for row in rows:
+            ours, theirs, depths = learner._logits(row, learner.anchors(row))
+            for loss, depth in zip(Loss()(ours, theirs), depths, strict=True):
+                total += 0.8 ** int(depth) * float(loss)
+                count += 0.8 ** int(depth)
+        assert float(learner(rows)["loss"]) == pytest.approx(total / count, rel=1e-4)
+
+
+def test_anchors_are_random_in_training_and_evenly_spread_in_measuring(target, texts):
+    learner, _ = guessing(target, "heads", anchors_per_row=10)
+    row = Rows(texts, 128, [1, 2])[0]
+    everything = guessing(target, "heads")[0].anchors(row).tolist()
+    spread = learner.anchors(row).tolist()
+    assert len(spread) == 10 and spread == learner.anchors(row).tolist() and set(spread) <= set(everything)
+    assert max(everything.index(b) - everything.index(a) for a, b in itertools.pairwise(spread)) <= (
+        len(everything) // 10 + 1
+    )
+    learner.train()
+    drawn = [tuple(learner.anchors(row).tolist()) for _ in range(5)]
+    assert len(set(drawn)) > 1 and all(len(set(d)) == 10 and set(d) <= set(everything) for d in drawn)
+
+
+@pytest.mark.parametrize("architecture", ["heads", "block"])
+def test_rows_without_an_answer_give_no_nan(target, texts, architecture):
+    """A row shorter than every prompt."""
+    row = Rows(texts, 12, [1, 2])[0]
+    assert not before_answers(row).any()
+    learner, _ = guessing(target, architecture)
+    small = Distilling(target, [0], ALL_IDS, Loss())
+    for each in (learner, small):
+        loss = each([row])["loss"]
+        loss.backward()
+        assert float(loss.detach()) == 0
+        assert all(p.grad is None or not p.grad.any() for p in each.parameters())
+        with torch.no_grad():
+            sums = each.measure([row])
+        assert all(value == 0 for value in sums.values())
+
+
+def test_the_measure_of_guesses_is_a_rate_at_each_depth(target, texts):
+    """An all-knowing network is always right, also where texts end and deep guesses are few."""
+
+    class Knowing(Guessing):
+        def _logits(self, row, anchors):
+            _, theirs, depths = super()._logits(row, anchors)
+            return theirs.clone(), theirs, depths
+
+    learner, _ = guessing(target, "heads")
+    learner.__class__ = Knowing
+    sums = learner.measure([Rows(texts, 128, [1, 2])[i] for i in range(2)])
+    count = sums.pop("count")
+    assert count > 20 and sums.pop("loss") == pytest.approx(0, abs=1e-3)
+    assert sorted(sums) == [f"top{k}_at_{d}" for k in (1, 3) for d in range(1, 5)]
+    assert all(value / count == pytest.approx(1) for value in sums.values())
+
+
+# Learning
+
+
+def test_distilling_lowers_the_loss_clearly(target, texts, tmp_path):
+    schedule = replace(SHORT, num_steps=40, learning_rate=3e-3, evaluate_every=5, save_every=100)
+    distill(texts, tmp_path, layers=[0], schedule=schedule).run(target)
+    losses = [entry["loss"] for entry in curves_of(tmp_path / "checkpoints") if "loss" in entry]
+    held_out = [entry["eval_loss"] for entry in curves_of(tmp_path / "checkpoints") if "eval_loss" in entry]
+    assert losses[-1] < 0.8 * losses[0] and held_out[-1] < held_out[0]
+
+
+@pytest.mark.parametrize("architecture", ["heads", "block"])
+def test_guessing_lowers_the_loss_clearly(target, texts, tmp_path, architecture):
+    schedule = replace(SHORT, num_steps=40, learning_rate=3e-3, evaluate_every=5, save_every=100)
+    guess(texts, tmp_path, architecture=architecture, schedule=schedule).run(target)
+    losses = [entry["loss"] for entry in curves_of(tmp_path / f"checkpoints-{architecture}") if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_training_touches_nothing_of_the_target(texts, tmp_path):
+    target = target_of()
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    distill(texts, tmp_path).run(target)
+    guess(texts, tmp_path).run(target)
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.model.state_dict().items())
+    assert not target.model.training and all(p.grad is None for p in target.model.parameters())
+
+
+def test_in_mixed_precision_and_with_a_process_that_reads_ahead_it_learns_too(target, texts, tmp_path):
+    schedule = replace(SHORT, bfloat16=True, num_loaders=1, num_steps=4)
+    for stage, folder in (
+        (distill(texts, tmp_path, schedule=schedule), "checkpoints"),
+        (guess(texts, tmp_path, schedule=schedule), "checkpoints-block"),
+    ):
+        stage.run(target)
+        entries = curves_of(tmp_path / folder)
+        assert entries[-1]["step"] == 4 and all(np.isfinite(e["eval_loss"]) for e in entries if "eval_loss" in e)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_stored_in_the_dtype_that_was_asked_for(target, texts, tmp_path, dtype):
+    path = distill(texts, tmp_path, dtype=dtype, schedule=replace(SHORT, num_steps=1)).run(target)
+    loaded = Distilled(str(path)).load_for(target)
+    assert loaded.model.dtype == torch.float32, "the target's own"
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        dtypes = {str(file.get_tensor(name).dtype) for name in names - {"kept_ids"}}
+        assert dtypes == {f"torch.{dtype}"} and len(file.get_tensor("kept_ids")) == 200
+        described = json.loads(file.metadata()["training"])
+    assert described["options"]["schedule"]["num_steps"] == 1
+    assert described["corpus_tokens"] > 500 and described["held_out"]["eval_loss"] > 0
+
+
+def test_a_block_begins_with_the_targets_own_keys_and_values(target):
+    weights = guesser_weights(target.model, num_layers=1)
+    drafter = NonAutoregressive(weights)
+    drafter.bind(target)
+    network: Any = drafter._network
+    torch.manual_seed(0)
+    begin_from_target(network, target, [1])
+    layer = target.model.model.layers[1]
+    assert torch.equal(network.layers[0].self_attn["q_proj"].weight, layer.self_attn.q_proj.weight)
+    assert torch.allclose(network.norm.weight, target.model.model.norm.weight, atol=1e-5)
+    features = torch.randn(6, 2, 32)
+    with torch.no_grad():
+        joined = network.join_norm(network.join(features.flatten(1)))
+        ours = network.layers[0].self_attn["v_proj"](joined)
+        theirs = layer.self_attn.v_proj(layer.input_layernorm(features[:, 0]))  # hidden_states[1] is what layer 1 reads
+    assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_norms_gain_is_what_it_multiplies_with(family):
+    """Gemma stores its gain less one."""
+    target = target_of(family, **FAMILIES.get(family, {}))
+    norm: Any = target.model.base_model.ln_f if family == "gpt2" else target.model.base_model.norm
+    with torch.no_grad():
+        norm.weight.normal_()
+        x = torch.randn(3, 32)
+        x = (x - x.mean(-1, keepdim=True)) if family == "gpt2" else x
+        expected = x / x.pow(2).mean(-1, keepdim=True).sqrt() * gain(norm)
+        assert torch.allclose(norm(x), expected, atol=1e-2)
+
+
+# Kills
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+import test_training as t
+from pathlib import Path
+from specens.training.texts import Texts
+from specens.training.trainer import RowTrainer
+step, done = RowTrainer.training_step, []
+def step_then_die(self, *args, **kwargs):
+    done.append(1)
+    if len(done) > 5:  # in step 6: checkpoint 4 is the last
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+RowTrainer.training_step = step_then_die
+t.guess(Texts.open({corpus!r}), {folder!r}, schedule=t.BROKEN).run(t.target_of())
+"""
+
+BROKEN = replace(SHORT, num_steps=7, save_every=2, evaluate_every=3)
+
+
+def test_a_killed_training_goes_on_from_its_last_checkpoint_and_ends_with_the_same_weights(
+    target, texts, tmp_path, monkeypatch
+):
+    tests = str(Path(__file__).parent)
+    script = KILLED.format(tests=tests, corpus=str(texts.folder), folder=str(tmp_path / "broken"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    checkpoints = tmp_path / "broken" / "checkpoints-block"
+    assert last_checkpoint(checkpoints) == str(checkpoints / "checkpoint-4")
+    assert not list((tmp_path / "broken").glob("*.safetensors"))
+    # A later one that was not written to its end is no checkpoint.
+    shutil.copytree(checkpoints / "checkpoint-4", checkpoints / "checkpoint-6")
+    (checkpoints / "checkpoint-6" / "optimizer.pt").write_bytes(b"cut")
+    (checkpoints / "checkpoint-6" / "trainer_state.json").unlink()
+
+    steps = []
+    step = RowTrainer.training_step
+    monkeypatch.setattr(RowTrainer, "training_step", lambda self, *a, **k: steps.append(1) or step(self, *a, **k))
+    path = guess(texts, tmp_path / "broken", schedule=BROKEN).run(target)
+    assert len(steps) == 3, "steps 5 to 7"
+    entries = curves_of(checkpoints)
+    assert [e["step"] for e in entries if "eval_loss" in e] == [3, 6, 7] and entries[-1]["step"] == 7
+    steps.clear()
+    unbroken = guess(texts, tmp_path / "unbroken", schedule=BROKEN).run(target)
+    assert len(steps) == 7
+    ours, theirs = (NonAutoregressive(str(p)) for p in (path, unbroken))
+    for drafter in (ours, theirs):
+        drafter.bind(target)
+    assert ours._network is not None and theirs._network is not None
+    for mine, its in zip(ours._network.parameters(), theirs._network.parameters(), strict=True):
+        assert torch.allclose(mine, its, atol=1e-6)
+    # The same command once more has nothing left to learn.
+    steps.clear()
+    with safe_open(path, framework="pt") as file:
+        before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    guess(texts, tmp_path / "broken", schedule=BROKEN).run(target)
+    with safe_open(path, framework="pt") as file:
+        assert not steps and all(torch.equal(file.get_tensor(name), tensor) for name, tensor in before.items())
+
+
+def test_checkpoints_of_other_options_are_not_gone_on_from(target, texts, tmp_path):
+    once = replace(SHORT, num_steps=2)
+    distill(texts, tmp_path, schedule=once).run(target)
+    for changed, name in (
+        ({"layers": [1]}, "layers"),
+        ({"loss": Loss(kl=2.0)}, r"loss\.kl"),
+        ({"schedule": replace(once, num_steps=4)}, r"schedule\.num_steps"),
+        ({"schedule": replace(once, learning_rate=0.5)}, r"schedule\.learning_rate"),
+    ):
+        with pytest.raises(UserError, match=rf"made with stage\.{name}=.*another folder") as error:
+            distill(texts, tmp_path, **{"schedule": once, **changed}).run(target)
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    distill(texts, tmp_path, schedule=replace(once, save_every=9, evaluate_every=1), dtype="float32").run(target)
+
+
+def test_last_checkpoint_counts_by_number_not_by_name(tmp_path):
+    assert last_checkpoint(tmp_path / "nowhere") is None
+    for step in (8, 10, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (tmp_path / "checkpoint-11").mkdir()
+    (tmp_path / "checkpoint-11" / "trainer_state.json").write_text('{"global_st')
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+# Where it runs
+
+
+def test_training_stays_on_the_targets_device_and_on_one(tmp_path):
+    arguments = training_arguments(tmp_path, SHORT, "none", torch.device("cpu"))
+    assert arguments.device.type == "cpu" and arguments.n_gpu <= 1
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
+        training_arguments(tmp_path, SHORT, "none", torch.device("cuda:1"))
+
+
+def elsewhere(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("architecture", ["heads", "block"])
+def test_networks_make_their_tensors_where_their_inputs_are(target, texts, architecture):
+    """On the device without memory: an operation that meets a tensor of the CPU there fails as it would on a GPU."""
+    learner, _ = guessing(target, architecture)
+    network = learner.network.to("meta")
+    row = elsewhere(Rows(texts, 64, [1, 2])[0])
+    anchors = torch.arange(3, 9, device="meta")
+    last = torch.zeros(6, 32, device="meta")
+    assert network(row["features"].float(), last, anchors, row["positions"], row["begins"]).device.type == "meta"
+    context = network.extend(
+        network.extend(network.start(), torch.zeros(5, 2, 32, device="meta")), last[:, None].repeat(1, 2, 1)
+    )
+    hidden = network.propose(context, last[0])
+    head = learner.frozen[1].to("meta")
+    assert head(hidden).device.type == "meta"
+    with pytest.raises(RuntimeError):
+        network.propose(context, torch.zeros(32))  # what this test relies on
+
+
+def test_a_learners_masks_and_losses_are_where_its_rows_are(texts):
+    mixed = target_of("gemma2", **FAMILIES["gemma2"])
+    learner = Distilling(mixed, [0, 1], ALL_IDS, Loss())
+    row = elsewhere(Rows(texts, 64, [2])[0])
+    masks = learner._masks(row)
+    assert {mask.device.type for mask in masks.values()} == {"meta"} and len(masks) == 2
+    assert before_answers(row).device.type == "meta"
+    hidden = learner.small.to("meta")(
+        inputs_embeds=torch.zeros(1, 64, 32, device="meta"), position_ids=row["positions"][None], attention_mask=masks
+    ).last_hidden_state[0]
+    logits = learner.frozen[1].to("meta").logits(hidden)
+    assert Loss()(logits, logits).device.type == "meta"
+
+
+# Options
+
+
+def config_of(stage: str, *overrides: str):
+    return compose([f"stage={stage}", "model@target=tiny", "folder=made", *overrides], "train")
+
+
+CLASSES = {"corpus": Corpus, "distilled": Distill, "non_autoregressive": Guess}
+
+
+@pytest.mark.parametrize("stage", CLASSES)
+def test_a_stages_file_lists_exactly_the_options_of_its_class_with_their_defaults(stage):
+    listed = resolved(config_of(stage))["stage"]
+    built = build(config_of(stage).stage)
+    assert isinstance(built, CLASSES[stage])
+    assert set(listed) - {"_target_"} == set(CLASSES[stage].__dataclass_fields__)
+    bare = CLASSES[stage](**{name: getattr(built, name) for name in ("corpus", "folder") if hasattr(built, name)})
+    for name in CLASSES[stage].__dataclass_fields__:
+        if name != "openers":  # a list of words, which the class does without
+            assert getattr(bare, name) == getattr(built, name), name
+    for part, kind in (("schedule", Schedule), ("loss", Loss)):
+        if part in listed:
+            assert set(listed[part]) - {"_target_"} == set(kind.__dataclass_fields__)
+
+
+def test_every_stage_has_a_file_and_they_compose():
+    for path in sorted((Path(CONF_DIR) / "stage").glob("*.yaml")):
+        assert build(config_of(path.stem).stage) is not None
+    assert list(resolved(compose([], "train"))["stage"]["stages"]) == [
+        *("corpus", "datastore", "distilled", "non_autoregressive")
+    ]
+
+
+TRAINING = [
+    *("corpus=null", "folder=null", "num_output_ids=0", "num_output_ids=1.5", "row_tokens=0", "row_tokens=long"),
+    *("num_held_out=0", "dtype=float8", "dtype=null", "report_to=paper", "loss=null", "schedule=null", "schedule=fast"),
+    *("loss.kl=-1", "loss.kl=much", "loss.rejection=nan", "layers=2", "layers=[a]", "layers=null", "layers=[1.5]"),
+    *(f"schedule.{name}=0" for name in ("num_steps", "rows_per_step", "evaluate_every", "save_every")),
+    *(f"schedule.{name}=-1" for name in ("warmup_steps", "weight_decay", "num_loaders", "seed")),
+    *("schedule.learning_rate=0", "schedule.learning_rate=fast", "schedule.max_gradient=0", "schedule.bfloat16=maybe"),
+    *("schedule.num_steps=1e3", "schedule.seed=x"),
+]
+WRONG = [
+    *(("distilled", word) for word in [*TRAINING, "layers=[]", "layers=[0,1,2,3,4]"]),
+    *(("non_autoregressive", word) for word in TRAINING),
+    *(
+        ("non_autoregressive", word)
+        for word in (
+            *("architecture=tower", "architecture=null", "hidden_layers=3", "hidden_layers=[x]", "num_positions=0"),
+            *("anchors_per_row=0", "decay=0", "decay=1.5", "decay=slow"),
+        )
+    ),
+    *(
+        ("corpus", word)
+        for word in (
+            *("folder=null", "num_tokens=0", "num_tokens=many", "shard_texts=0", "max_user_tokens=0"),
+            *("max_answer_tokens=0", "greedy_share=2", "greedy_share=-0.1", "greedy_share=half", "temperature=0"),
+            *("temperature=hot", "temperature=nan", "user_temperature=-1", "openers=Why", "openers=[1]"),
+            *("prompts=none.jsonl", "prompts=3", "exclude=[none.jsonl]", "exclude=none.jsonl", "exclude=[2]"),
+            *("hidden_layers=2", "hidden_layers=[-1]", "hidden_layers=[x]", "part=2", "part=2/2", "part=a/b"),
+            *("part=-1/2", "part=null", "seed=-1", "seed=x"),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def configs():
+    return {stage: config_of(stage) for stage in CLASSES}
+
+
+@pytest.mark.parametrize(("stage", "word"), WRONG)
+def test_a_wrong_value_is_refused_by_its_option_before_the_model_loads(configs, stage, word, monkeypatch):
+    def too_late(self):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(ModelSpec, "load", too_late)
+    config = configs[stage].copy()
+    name, _, value = word.partition("=")
+    OmegaConf.update(config, f"stage.{name}", OverridesParser.create().parse_override(word).value(), force_add=False)
+    with pytest.raises(UserError) as error:
+        train(config)
+    line = str(error.value)
+    assert "\n" not in line and f"stage.{name}" in line, line
+    assert value in ("null", "1e3", "nan") or value.strip("[]").replace(",", ", ") in line, line
+
+
+def test_unknown_options_are_refused_by_name():
+    with pytest.raises(UserError, match="unknown option extra"):
+        train(compose(["stage=corpus", "model@target=tiny", "+extra=1"], "train"))
+    with pytest.raises(UserError, match=r"'epochs'"):
+        train(config_of("distilled", "+stage.schedule.epochs=3"))
+    with pytest.raises(UserError, match="nothing to learn"):
+        train(config_of("distilled", "stage.loss.kl=0", "stage.loss.rejection=0"))
+
+
+def test_layers_that_the_target_lacks_are_refused_in_a_line(target, texts, tmp_path):
+    for stage, words in (
+        (distill(texts, tmp_path, layers=[2]), r"layers=\[2\]"),
+        (guess(texts, tmp_path, layers=[2]), r"layers=\[2\]"),
+        (guess(texts, tmp_path, hidden_layers=[1]), r"hidden_layers=\[1\]: end with 2"),
+        (guess(texts, tmp_path, hidden_layers=[0, 2]), "layer 0 were not kept"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            stage.run(target)
+        assert "\n" not in str(error.value)
+
+
+def test_the_fingerprint_travels_with_the_weights(target, texts, tmp_path):
+    path = distill(texts, tmp_path, schedule=replace(SHORT, num_steps=1)).run(target)
+    assert model_fingerprint(target.model) in (tmp_path / "distilled.md").read_text()
+    with pytest.raises(UserError, match="trained for another target"):
+        Distilled(str(path)).load_for(target_of(seed=4))

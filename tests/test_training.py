@@ -72,7 +72,8 @@ def distill(texts: Texts, folder, **changed: Any) -> Distill:
 
 
 def guess(texts: Texts, folder, **changed: Any) -> Guess:
-    given = {"num_output_ids": 200, "row_tokens": 128, "anchors_per_row": 32, "schedule": SHORT, **changed}
+    sizes = {"num_output_ids": 200, "row_tokens": 128, "anchors_per_row": 32, "schedule": SHORT}
+    given = {"architecture": "block", **sizes, **changed}
     return Guess(str(texts.folder), str(folder), **given)
 
 

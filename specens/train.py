@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from specens.config import CONF_DIR, VERSION_BASE, build, resolved
-from specens.errors import UserError
+from specens.errors import UserError, one_line
 from specens.run import failing_in_one_line, quiet_libraries
 
 ENTRIES = ("target", "stage", "folder")
@@ -25,7 +25,12 @@ def train(config: DictConfig) -> Any:
         raise UserError(f"unknown option {unknown[0]}; there are {', '.join(ENTRIES)}")
     spec, stage = build(config.target), build(config.stage)
     loaded = spec.load()
-    return stage.run(Target(loaded.model, loaded.tokenizer, origin=spec))
+    try:
+        return stage.run(Target(loaded.model, loaded.tokenizer, origin=spec))
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        raise UserError(
+            f"{error.filename or config.folder}: {error.strerror or one_line(error)}; give another folder"
+        ) from error
 
 
 @hydra.main(config_path=CONF_DIR, config_name="train", version_base=VERSION_BASE)

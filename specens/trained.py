@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,31 @@ class Trained:
     path: Path | None = None
 
     def save(self, path: Path) -> None:
-        """Whole or not at all."""
-        metadata = {"specens": FORMAT, "kind": self.kind, "target": self.target}
+        """Whole or not at all. Raises UserError when the numbers are not finite: a training that diverged replaces nothing."""
+        if not is_finite(self.tensors):
+            raise UserError(
+                f"{path}: not written, the training diverged (weights are not finite); lower its learning rate"
+            )
+        metadata = {"specens": FORMAT, "kind": self.kind, "target": self.target, "checksum": checksum(self.tensors)}
         metadata |= {"config": json.dumps(self.config), "training": json.dumps(self.training)}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, partial, metadata)
         os.replace(partial, path)
+
+
+def is_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all numbers, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(
+            name.encode() + tensors[name].detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()
 
 
 def model_fingerprint(model: Any) -> str:
@@ -73,7 +92,9 @@ def load_trained(kind: str, weights: str | None, model: Any) -> Trained:
     path = Path(weights).expanduser()
     found = _read(path)
     if found.kind != kind:
-        raise UserError(f"drafter {kind}: {path} holds weights of a drafter {found.kind}")
+        raise UserError(
+            f"drafter {kind}: {path} holds weights for drafter={found.kind}; give others, or use them with that"
+        )
     if found.target != fingerprint:
         raise UserError(
             f"drafter {kind}: {path} was trained for another target (fingerprint {found.target}, this target has "
@@ -85,7 +106,7 @@ def load_trained(kind: str, weights: str | None, model: Any) -> Trained:
 def check_weights_path(kind: str, weights: str | None) -> None:
     """Before any model is loaded: the file must at least exist."""
     if weights is not None and not Path(str(weights)).expanduser().is_file():
-        raise UserError(f"drafter {kind}: the weights file {weights} does not exist")
+        raise UserError(f"drafter {kind}: the weights file {weights} does not exist; give one made by stage={kind}")
 
 
 def _describes(path: Path, kind: str, fingerprint: str) -> bool:
@@ -100,8 +121,12 @@ def _read(path: Path) -> Trained:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise UserError(f"weights {path}: not a readable safetensors file ({one_line(error)})") from error
+        raise UserError(
+            f"weights {path}: not a readable safetensors file ({one_line(error)}); give another file"
+        ) from error
     if metadata.get("specens") != FORMAT:
-        raise UserError(f"weights {path}: not a drafter's weights of this version of specens")
+        raise UserError(f"weights {path}: not a drafter's weights of this version of specens; give another file")
+    if metadata.get("checksum") != checksum(tensors):
+        raise UserError(f"weights {path}: damaged (their hash is not the one in the file); give another file")
     config, training = (json.loads(metadata.get(name, "{}")) for name in ("config", "training"))
     return Trained(metadata["kind"], metadata["target"], config, training, tensors, path)

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from specens.config import CONF_DIR, build, compose, resolved
 from specens.decoding.sampling import Sampler
@@ -149,7 +150,9 @@ def test_stage_all_is_one_command_and_does_nothing_twice(tmp_path):
     wrong = subprocess.run(
         [*command, "stage.stages.distilled.layers=[9]"], capture_output=True, text=True, env=environment
     )
-    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr and "layers" in wrong.stderr
+    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr
+    assert "stage.stages.distilled: stage.layers=[9]" in wrong.stderr
+    assert "stage corpus" not in wrong.stdout, "said before the corpus takes its time"
 
 
 def test_all_runs_its_stages_in_their_order(capsys):
@@ -282,9 +285,22 @@ def test_the_last_shards_only_measure_and_something_must_be_left_to_learn_from(t
         split(texts, 128, [0, 2], 1)
     folder = tmp_path / "corpus"
     shutil.copytree(texts.folder, folder)
-    (folder / "00001.hidden.safetensors").unlink()
-    with pytest.raises(UserError, match=r"00001\.hidden\.safetensors is missing"):
+    hidden = folder / "00001.hidden.safetensors"
+    whole = hidden.read_bytes()
+    hidden.unlink()
+    with pytest.raises(UserError, match=r"00001\.hidden\.safetensors: they are missing; delete them"):
         split(Texts.open(folder), 128, [2], 1)
+    hidden.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"00001\.hidden\.safetensors: .*run stage=corpus again"):
+        split(Texts.open(folder), 128, [2], 1)
+    hidden.write_bytes((folder / "00000.hidden.safetensors").read_bytes())
+    with pytest.raises(UserError, match=r"00001\.hidden\.safetensors: they belong to other texts"):
+        split(Texts.open(folder), 128, [2], 1)
+
+
+def test_rows_too_short_for_any_answer_are_refused(texts):
+    with pytest.raises(UserError, match=r"stage\.row_tokens=2: no row reaches as far as an answer"):
+        split(texts, 2, [2], 1)
 
 
 def test_another_targets_corpus_is_refused(texts, tmp_path):
@@ -613,10 +629,48 @@ def test_checkpoints_of_other_options_are_not_gone_on_from(target, texts, tmp_pa
     distill(texts, tmp_path, schedule=replace(once, save_every=9, evaluate_every=1), dtype="float32").run(target)
 
 
+def test_checkpoints_of_a_corpus_that_has_grown_are_not_gone_on_from(target, texts, tmp_path):
+    """The weights would be described as made from text that they never saw."""
+    folder, once = tmp_path / "corpus", replace(SHORT, num_steps=2)
+    shutil.copytree(texts.folder, folder)
+    distill(Texts.open(folder), tmp_path, schedule=once).run(target)
+    for kind in ("", ".hidden"):
+        shutil.copy(folder / f"00000{kind}.safetensors", folder / f"00099{kind}.safetensors")
+    with pytest.raises(UserError, match=r"made with corpus_tokens=\d+, not \d+; give another folder"):
+        distill(Texts.open(folder), tmp_path, schedule=once).run(target)
+
+
+def test_a_training_that_diverged_replaces_nothing(target, texts, tmp_path):
+    distill(texts, tmp_path, schedule=replace(SHORT, num_steps=1)).run(target)
+    path = tmp_path / "distilled.safetensors"
+    before = path.read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=r"not written, the training diverged"):
+        distill(texts, tmp_path, schedule=replace(SHORT, num_steps=4, learning_rate=1e30, warmup_steps=0)).run(target)
+    assert path.read_bytes() == before
+
+
+def test_what_the_trimmed_vocabulary_leaves_out_counts_as_missed(target, texts):
+    rows, _ = split(texts, 128, [2], 1)
+    measured = {}
+    for num_ids in (1, target.vocab_size):
+        kept, coverage = kept_ids(texts, num_ids, target.vocab_size)
+        learner = Distilling(target, [0, 1], kept, Loss()).eval()
+        with torch.no_grad():
+            sums = learner.measure([rows[0]])
+        measured[num_ids] = sums["match"] / sums["count"], coverage
+    assert measured[target.vocab_size][0] > 0.97, "all of the target's layers"
+    assert measured[1][0] < 0.5 and measured[1][1] < 0.5
+
+
 def test_last_checkpoint_counts_by_number_not_by_name(tmp_path):
     assert last_checkpoint(tmp_path / "nowhere") is None
-    for step in (8, 10, 9):
+    for step in (8, 10, 9, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"x": torch.zeros(9)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    cut = tmp_path / "checkpoint-12" / "model.safetensors"  # as a full disk leaves it
+    cut.write_bytes(cut.read_bytes()[:-8])
+    for step in (8, 10, 9, 12):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-11" / "trainer_state.json").write_text('{"global_st')

@@ -153,7 +153,7 @@ def shipped(fingerprint: str | None) -> Path:
             return path.parent
     raise UserError(
         f"retrieval.datastore is not set and none comes with the package for the target's tokenizer ({fingerprint}): "
-        f"give a folder; {MAKE}"
+        f"give a folder; {MAKE}, or use drafter=untrained"
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from specens.decoding.target import Target
+from specens.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,19 @@ class All:
     stages: dict[str, Any]
 
     def run(self, target: Target) -> None:
+        for name, stage in self.stages.items():  # what cannot work is said before the corpus takes its time
+            with naming(name):
+                getattr(stage, "check_target", lambda target: None)(target)
         for name, stage in self.stages.items():
             print(f"stage {name}", flush=True)
-            stage.run(target)
+            with naming(name):
+                stage.run(target)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors say which stage they are of, and so whose option: stage.stages.<name>."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"stage.stages.{name}: {error}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Distilling(nn.Module):
             target.model.get_input_embeddings(),
             TrimmedHead(target.model, kept).to(target.device),
         )
+        self.whole = whole_logits(target)
 
     def _logits(self, row: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits `[answer tokens, kept]`, the small model's and the target's."""
@@ -106,12 +108,15 @@ class Distilling(nn.Module):
         return {"loss": losses.sum() / max(len(losses), 1)}  # rows without an answer are possible
 
     def measure(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums: how often the best ids agree, the chance of acceptance, the loss."""
-        sums = {"match": 0.0, "acceptance": 0.0, "loss": 0.0, "count": 0.0}
+        """Sums: how often the best ids agree, the chance of acceptance, the loss. What the trimmed vocabulary leaves out counts
+        as missed, except in the loss.
+        """
+        sums, kept = {"match": 0.0, "acceptance": 0.0, "loss": 0.0, "count": 0.0}, self.frozen[1].kept_ids
         for row in rows:
             ours, theirs = self._logits(row)
-            sums["match"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
-            sums["acceptance"] += float(torch.minimum(ours.float().softmax(-1), theirs.float().softmax(-1)).sum())
+            whole = self.whole(row["features"][before_answers(row), -1])
+            sums["match"] += float((kept[ours.argmax(-1)] == whole.argmax(-1)).sum())
+            sums["acceptance"] += float(torch.minimum(ours.float().softmax(-1), whole.softmax(-1)[:, kept]).sum())
             sums["loss"] += float(self.loss(ours, theirs).sum())
             sums["count"] += len(ours)
         return sums
@@ -120,6 +125,16 @@ class Distilling(nn.Module):
         """By the names of the small model's own state dict."""
         state = self.small.state_dict()
         return {name: state[name.removeprefix(self.prefix)] for name in self.names}
+
+
+def whole_logits(target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From last hidden states `[tokens, hidden_size]` to the target's own logits `[tokens, vocab]`, in fp32, for measuring."""
+
+    @functools.cache
+    def head() -> TrimmedHead:
+        return TrimmedHead(target.model, torch.arange(target.vocab_size)).to(target.device)
+
+    return lambda hidden: head().logits(hidden.to(head().weight.dtype)).float()
 
 
 @dataclass(frozen=True)
@@ -144,10 +159,16 @@ class Distill:
         if not is_layers(self.layers) or not 1 <= len(self.layers) <= 4:
             raise UserError(f"stage.layers={self.layers!r}: give one to four layers, such as [0,1]")
 
-    def run(self, target: Target) -> Path:
+    def check_target(self, target: Target) -> None:
+        """What can be known before there is a corpus."""
         num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
-        layers = [layer % num_layers if -num_layers <= layer < 0 else layer for layer in self.layers]
+        if not all(0 <= layer < num_layers for layer in self.layers) or len(set(self.layers)) < len(self.layers):
+            raise UserError(f"stage.layers={self.layers}: give different layers of the target, 0 to {num_layers - 1}")
         check_projection(target.model)
+
+    def run(self, target: Target) -> Path:
+        self.check_target(target)
+        num_layers, layers = target.model.config.get_text_config(decoder=True).num_hidden_layers, self.layers
         texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer), model_fingerprint(target.model))
         kept, coverage = kept_ids(
             texts, self.num_output_ids, target.vocab_size, eos_ids(target.model.generation_config)

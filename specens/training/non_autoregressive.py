@@ -19,7 +19,7 @@ from specens.errors import UserError, check_count, check_number
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
 from specens.training.card import save_with_card
-from specens.training.distill import Loss
+from specens.training.distill import Loss, whole_logits
 from specens.training.rows import before_answers, kept_ids, split
 from specens.training.texts import Texts
 from specens.training.trainer import Schedule, check_stage, describe_training, is_layers, stored, train
@@ -39,6 +39,7 @@ class Guessing(nn.Module):
             target.model.get_input_embeddings(),
             TrimmedHead(target.model, kept).to(target.device),
         )
+        self.whole = whole_logits(target)
 
     def _logits(
         self, row: dict[str, torch.Tensor], anchors: torch.Tensor
@@ -82,8 +83,12 @@ class Guessing(nn.Module):
         """Sums over places: how often the target's best id is the first, or among the first three, at each depth."""
         sums: dict[str, float] = {"count": 0.0, "loss": 0.0}
         for row in rows:
-            ours, theirs, depths = self._logits(row, self.anchors(row))
-            hits = ours.topk(min(3, ours.shape[-1]), -1).indices == theirs.argmax(-1, keepdim=True)
+            anchors = self.anchors(row)
+            ours, theirs, depths = self._logits(row, anchors)
+            places = anchors[:, None] + torch.arange(self.network.config.num_positions, device=anchors.device)
+            said = self.whole(row["features"][places[places + 1 < row["ends"][anchors, None]], -1]).argmax(-1)
+            guesses = self.frozen[1].kept_ids[ours.topk(min(3, ours.shape[-1]), -1).indices]
+            hits = guesses == said[:, None]  # what the trimmed vocabulary leaves out counts as missed
             num_anchors = int((depths == 0).sum())
             if not num_anchors:
                 continue
@@ -186,8 +191,19 @@ class Guess:
             name = "hidden_layers" if is_layers(self.layers) else "layers"
             raise UserError(f"stage.{name}={getattr(self, name)!r}: give layers, such as [8,16]")
 
-    def run(self, target: Target) -> Path:
+    def check_target(self, target: Target) -> None:
+        """What can be known before there is a corpus."""
+        num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
+        if not all(0 <= layer < num_layers for layer in self.layers):
+            raise UserError(f"stage.layers={self.layers}: give layers of the target, 0 to {num_layers - 1}")
+        if self.layers and self.architecture == "heads":
+            raise UserError(f"stage.layers={self.layers}: heads begin from no layers; leave it out, or choose block")
+        if self.hidden_layers is not None and (not self.hidden_layers or self.hidden_layers[-1] != num_layers):
+            raise UserError(f"stage.hidden_layers={self.hidden_layers}: end with {num_layers}, the target's last")
         check_projection(target.model)
+
+    def run(self, target: Target) -> Path:
+        self.check_target(target)
         texts = Texts.open(self.corpus, tokenizer_fingerprint(target.tokenizer), model_fingerprint(target.model))
         config = self.network_config(target, texts)
         kept, coverage = kept_ids(
@@ -223,11 +239,9 @@ class Guess:
         hidden_layers = self.hidden_layers or texts.manifest.get("options", {}).get("hidden_layers") or []
         if not hidden_layers or hidden_layers[-1] != text.num_hidden_layers:
             raise UserError(
-                f"stage.hidden_layers={list(hidden_layers)}: end with {text.num_hidden_layers}, the target's last, and let "
-                "stage=corpus keep them"
+                f"corpus {texts.folder}: keeps the hidden states of layers {list(hidden_layers)}, and the target's last, "
+                f"{text.num_hidden_layers}, is needed; write another corpus with stage.hidden_layers=null"
             )
-        if not all(0 <= layer < text.num_hidden_layers for layer in self.layers):
-            raise UserError(f"stage.layers={self.layers}: give layers of the target, 0 to {text.num_hidden_layers - 1}")
         heads = int(text.num_attention_heads)
         rope = getattr(text, "rope_parameters", None) or {}
         return NetworkConfig(

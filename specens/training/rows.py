@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch.utils.data import Dataset
 
-from specens.errors import UserError
-from specens.training.texts import Texts
+from specens.errors import UserError, one_line
+from specens.training.texts import Shard, Texts
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,23 @@ class Rows(Dataset):
             lost = sorted(set(hidden_layers) - set(kept))
             if lost:
                 raise UserError(
-                    f"corpus {texts.folder}: hidden states of layer {lost[0]} were not kept, only of {kept}"
+                    f"corpus {texts.folder}: hidden states of layer {lost[0]} were not kept, only of {kept}; write "
+                    "another corpus with stage.hidden_layers=null"
                 )
             for shard in self._shards:
-                if not shard.hidden_path.is_file():
-                    raise UserError(
-                        f"corpus {texts.folder}: {shard.hidden_path.name} is missing; delete {shard.path.name} too "
-                        "and run stage=corpus again"
-                    )
+                check_hidden(shard, hidden_layers)
         self._places = [
             Place(number, row) for number, shard in enumerate(self._shards) for row in pack(shard.length, row_tokens)
         ]
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def has_answers(self) -> bool:
+        """Does any row hold a token of an answer?"""
+        return any(
+            bool((shard.length.clip(max=self._row_tokens) > shard.prompt_length).any()) for shard in self._shards
+        )
 
     def num_tokens(self) -> int:
         return sum(len(shard.token_ids) for shard in self._shards)
@@ -95,7 +99,30 @@ def split(texts: Texts, row_tokens: int, hidden_layers: Sequence[int], num_held_
     rows, held_out = (Rows(texts, row_tokens, hidden_layers, part) for part in parts)
     if not len(rows):
         raise UserError(f"corpus {texts.folder}: no texts to learn from; write more with stage=corpus")
+    for part in (rows, held_out):
+        if not part.has_answers():
+            raise UserError(
+                f"stage.row_tokens={row_tokens}: no row reaches as far as an answer; give more than the prompts have"
+            )
     return rows, held_out
+
+
+def check_hidden(shard: Shard, layers: Sequence[int]) -> None:
+    """UserError unless a shard's hidden states are there, whole, and as many as its tokens. Reads the file's header only."""
+    path = shard.hidden_path
+    try:
+        with safe_open(path, framework="pt") as file:
+            lengths = {file.get_slice(f"layer.{layer}").get_shape()[0] for layer in layers}
+        problem = None if lengths == {len(shard.token_ids)} else "they belong to other texts"
+    except FileNotFoundError:
+        problem = "they are missing"
+    except Exception as error:  # safetensors has an exception of its own for every fault
+        problem = one_line(error)
+    if problem is not None:
+        raise UserError(
+            f"corpus {path.parent}: hidden states {path.name}: {problem}; delete them and {shard.path.name}, "
+            "and run stage=corpus again"
+        )
 
 
 def before_answers(row: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -105,8 +132,6 @@ def before_answers(row: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _features(path: Path, layers: Sequence[int], pieces: Sequence[tuple[int, int]], size: int) -> torch.Tensor:
-    from safetensors import safe_open
-
     columns = []
     with safe_open(path, framework="pt") as file:
         for layer in layers:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -21,6 +22,7 @@ from specens.training.rows import Rows, stack
 DTYPES = ("float32", "bfloat16", "float16")
 REPORTS = ("none", "wandb")
 STATE = "trainer_state.json"
+MODEL = "model.safetensors"
 BEGUN = "begun.json"
 """In a folder of checkpoints: the options they were made with."""
 
@@ -122,12 +124,13 @@ def train(
     """Train in `folder` as `stage` says, going on from its last checkpoint if there is one. Returns the Trainer's log (the
     curves), which is also written to `curves.jsonl`.
     """
-    check_begun(folder, stage, target)
+    check_begun(folder, stage, target, rows.num_tokens() + held_out.num_tokens())
     arguments = training_arguments(folder, stage.schedule, stage.report_to, target.device)
     last = last_checkpoint(folder)
     state = {} if last is None else json.loads((Path(last) / STATE).read_text())
     if last is not None and state["global_step"] >= stage.schedule.num_steps:  # the Trainer would add a step
-        learner.load_state_dict(load_file(Path(last) / "model.safetensors"))
+        print(f"{folder}: trained already, {stage.schedule.num_steps} steps", flush=True)
+        learner.load_state_dict(load_file(Path(last) / MODEL))
         curves: list[dict[str, float]] = state["log_history"]
     else:
         trainer = RowTrainer(
@@ -177,19 +180,20 @@ def training_arguments(folder: Path, schedule: Schedule, report_to: str, device:
     return arguments
 
 
-def check_begun(folder: Path, stage: Any, target: Any) -> None:
-    """Checkpoints are gone on from only with the options they were made with; UserError names one that differs."""
+def check_begun(folder: Path, stage: Any, target: Any, corpus_tokens: int) -> None:
+    """Checkpoints are gone on from only with the options and the corpus they were made with; UserError names what differs."""
     given = asdict(stage)
     for part in ("loss", "schedule"):
         given |= {f"{part}.{name}": value for name, value in given.pop(part).items()}
     options = {name: value for name, value in given.items() if name not in MAY_CHANGE}
-    options["target"] = model_fingerprint(target.model)
+    options |= {"target": model_fingerprint(target.model), "corpus_tokens": corpus_tokens}
     path = folder / BEGUN
     begun = json.loads(path.read_text()) if path.is_file() and last_checkpoint(folder) is not None else options
     for name, value in options.items():
         if begun.get(name, value) != value:
+            label = name if name in ("target", "corpus_tokens") else f"stage.{name}"
             raise UserError(
-                f"{folder}: its checkpoints were made with stage.{name}={begun.get(name)}, not {value}; give another folder, or "
+                f"{folder}: its checkpoints were made with {label}={begun.get(name)}, not {value}; give another folder, or "
                 "delete this one to begin again"
             )
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,8 +205,9 @@ def last_checkpoint(folder: Path) -> str | None:
     steps = {}
     for path in folder.glob(f"checkpoint-*/{STATE}"):
         try:
-            steps[json.loads(path.read_text())["global_step"]] = str(path.parent)
-        except (ValueError, KeyError):
+            with safe_open(path.with_name(MODEL), framework="pt"):  # its header, which tells if it is whole
+                steps[json.loads(path.read_text())["global_step"]] = str(path.parent)
+        except (ValueError, KeyError, OSError, SafetensorError):
             continue
     return steps[max(steps)] if steps else None
 

@@ -95,7 +95,7 @@ def watched(target: Target) -> tuple[Target, list[KVCache]]:
     """The target and, once it is prefilled, its cache."""
     caches: list[KVCache] = []
     prefill = target.prefill
-    target.prefill = lambda ids: caches.append(prefill(ids)) or caches[-1]  # pyright: ignore
+    target.prefill = lambda *given: caches.append(prefill(*given)) or caches[-1]  # pyright: ignore
     return target, caches
 
 

@@ -20,7 +20,7 @@ from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.target import LAYOUTS, Target
 from specens.decoding.types import Draft, Plan
 from specens.drafters.ensemble import Ensemble
-from specens.drafters.networks import ARCHITECTURES
+from specens.drafters.networks import ARCHITECTURES, Context, Places
 from specens.drafters.non_autoregressive import NonAutoregressive, product_tree
 from specens.drafters.none import NoDrafter
 from specens.drafters.vocabulary import TrimmedHead, check_projection
@@ -184,7 +184,7 @@ def test_the_proposal_is_the_product_tree_of_the_full_projection(model, architec
         states = model(torch.tensor([PROMPT[:-1]]), output_hidden_states=True).hidden_states
         network = drafter._network
         assert network is not None
-        context = network.extend(network.start(), torch.stack([states[1][0], states[2][0]], 1))
+        context = network.extend(Context(), torch.stack([states[1][0], states[2][0]], 1))
         hidden = network.propose(context, model.get_input_embeddings().weight[PROMPT[-1]])
         logits = model.lm_head(hidden)
         struck = torch.full_like(logits, -torch.inf)
@@ -220,11 +220,11 @@ def test_taking_in_the_context_in_any_pieces_gives_what_training_gave(model, arc
     begins = torch.repeat_interleave(torch.tensor([0, 7, 19]), torch.tensor(lengths))
     anchors = torch.tensor([i for i in range(sum(lengths)) if positions[i] > 0])
     with torch.no_grad():
-        many = net(features, embeddings[anchors], anchors, positions, begins)
+        many = net(Places(features, embeddings[anchors], anchors, positions, begins))
         assert many.shape == (len(anchors), 4, 32)
         text = slice(7, 19)
         own_features, own_embeddings = features[text], embeddings[text]
-        context, taken = net.start(), 0
+        context, taken = Context(), 0
         for chunk in chunks:
             context = net.extend(context, own_features[taken : taken + chunk])
             taken += chunk
@@ -233,7 +233,7 @@ def test_taking_in_the_context_in_any_pieces_gives_what_training_gave(model, arc
                 alone = net.propose(context, own_embeddings[taken])
                 place = anchors.tolist().index(7 + taken)
                 assert (alone - many[place]).abs().max() < 1e-5
-        few = net(features, embeddings[anchors[3:5]], anchors[3:5], positions, begins)
+        few = net(Places(features, embeddings[anchors[3:5]], anchors[3:5], positions, begins))
         assert (few - many[3:5]).abs().max() < 1e-5, "other places' guesses are not seen"
 
 
@@ -248,7 +248,7 @@ def test_a_block_sees_its_context_and_heads_only_the_last_of_it(model):
         net = drafter._network
         assert net is not None
         with torch.no_grad():
-            ours, theirs = (net.propose(net.extend(net.start(), f), torch.ones(32)) for f in (features, changed))
+            ours, theirs = (net.propose(net.extend(Context(), f), torch.ones(32)) for f in (features, changed))
         assert (not torch.allclose(ours, theirs)) == differs
 
 

@@ -29,6 +29,7 @@ from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import Plan
 from specens.drafters.distilled import Distilled
+from specens.drafters.networks import Context, Places
 from specens.drafters.non_autoregressive import NonAutoregressive
 from specens.errors import UserError
 from specens.models import ModelSpec
@@ -699,9 +700,11 @@ def test_networks_make_their_tensors_where_their_inputs_are(target, texts, archi
     row = elsewhere(Rows(texts, 64, [1, 2])[0])
     anchors = torch.arange(3, 9, device="meta")
     last = torch.zeros(6, 32, device="meta")
-    assert network(row["features"].float(), last, anchors, row["positions"], row["begins"]).device.type == "meta"
+    assert (
+        network(Places(row["features"].float(), last, anchors, row["positions"], row["begins"])).device.type == "meta"
+    )
     context = network.extend(
-        network.extend(network.start(), torch.zeros(5, 2, 32, device="meta")), last[:, None].repeat(1, 2, 1)
+        network.extend(Context(), torch.zeros(5, 2, 32, device="meta")), last[:, None].repeat(1, 2, 1)
     )
     hidden = network.propose(context, last[0])
     head = learner.frozen[1].to("meta")

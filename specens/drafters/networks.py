@@ -57,42 +57,20 @@ class Norm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
-class Network(nn.Module):
-    """What the two have in common. `context` grows with the text, `propose` is one pass, `forward` trains many at once."""
+@dataclass(frozen=True)
+class Places:
+    """Where a network guesses in training: many places of several texts in a row.
 
-    def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        self.config = config
+    `features` `[tokens, layers, hidden_size]` are the target's hidden states, `anchors` `[anchors]` the indices of the last
+    committed tokens, `last` `[anchors, hidden_size]` their embeddings, `positions` `[tokens]` counts from each text's beginning,
+    `begins` `[tokens]` is the index at which each token's text begins.
+    """
 
-    def start(self) -> Context:
-        """No context yet."""
-        return Context()
-
-    def extend(self, context: Context, features: torch.Tensor) -> Context:
-        """Take in the hidden states `[num_new, layers, hidden_size]` of the positions that follow."""
-        raise NotImplementedError
-
-    def propose(self, context: Context, last: torch.Tensor) -> torch.Tensor:
-        """Hidden vectors `[num_positions, hidden_size]` for the tokens after the last one, whose embedding is `last`
-        `[hidden_size]`.
-        """
-        raise NotImplementedError
-
-    def forward(
-        self,
-        features: torch.Tensor,
-        last: torch.Tensor,
-        anchors: torch.Tensor,
-        positions: torch.Tensor,
-        begins: torch.Tensor,
-    ) -> torch.Tensor:
-        """The same for many places at once, `[anchors, num_positions, hidden_size]`.
-
-        `features` `[tokens, layers, hidden_size]` are those of several texts in a row, `anchors` `[anchors]` the indices of the
-        last committed tokens, `last` their embeddings, `positions` `[tokens]` counts from each text's beginning and `begins`
-        `[tokens]` is the index at which each token's text begins.
-        """
-        raise NotImplementedError
+    features: torch.Tensor
+    last: torch.Tensor
+    anchors: torch.Tensor
+    positions: torch.Tensor
+    begins: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -106,12 +84,12 @@ class Context:
     last: torch.Tensor | None = None
 
 
-class Heads(Network):
+class Heads(nn.Module):
     """One residual block per position; all of them one matrix product."""
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__(config)
-        size = config.hidden_size
+        super().__init__()
+        self.config, size = config, config.hidden_size
         self.join = nn.Linear((len(config.hidden_layers) + 1) * size, size, bias=False)
         self.blocks = nn.Linear(size, config.num_positions * size)
         self.norm = Norm(size, config.norm_epsilon)
@@ -123,15 +101,8 @@ class Heads(Network):
         assert context.last is not None
         return self._guess(context.last[None], last[None])[0]
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        last: torch.Tensor,
-        anchors: torch.Tensor,
-        positions: torch.Tensor,
-        begins: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._guess(features[anchors - 1], last)
+    def forward(self, places: Places) -> torch.Tensor:
+        return self._guess(places.features[places.anchors - 1], places.last)
 
     def _guess(self, features: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         joined = self.join(torch.cat([features.flatten(1), last], dim=-1))
@@ -139,12 +110,12 @@ class Heads(Network):
         return self.norm(joined[:, None] + blocks)
 
 
-class Block(Network):
+class Block(nn.Module):
     """[x_t, mask, ...] over the context. Every place guesses the token after its own position."""
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__(config)
-        size = config.hidden_size
+        super().__init__()
+        self.config, size = config, config.hidden_size
         self.masks = nn.Parameter(torch.zeros(config.num_positions - 1, size))
         self.join = nn.Linear(len(config.hidden_layers) * size, size, bias=False)
         self.join_norm = Norm(size, config.norm_epsilon)
@@ -170,25 +141,18 @@ class Block(Network):
             x = layer(x, rotation, states, None)
         return self.norm(x)
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        last: torch.Tensor,
-        anchors: torch.Tensor,
-        positions: torch.Tensor,
-        begins: torch.Tensor,
-    ) -> torch.Tensor:
-        num_places = self.config.num_positions
+    def forward(self, places: Places) -> torch.Tensor:
+        features, last, anchors, num_places = places.features, places.last, places.anchors, self.config.num_positions
         x = torch.cat([last[:, None], self.masks.expand(len(last), -1, -1)], dim=1)
         x = (x + self.feed(features[anchors - 1, -1])[:, None]).flatten(0, 1)
-        places = (positions[anchors, None] + torch.arange(num_places, device=x.device)).flatten()
+        own_positions = (places.positions[anchors, None] + torch.arange(num_places, device=x.device)).flatten()
         # A place sees its own text before x_t, and its own block.
-        index = torch.arange(len(positions), device=x.device)
-        sees_context = (index < anchors[:, None]) & (index >= begins[anchors, None])
+        index = torch.arange(len(features), device=x.device)
+        sees_context = (index < anchors[:, None]) & (index >= places.begins[anchors, None])
         own = torch.arange(len(anchors), device=x.device).repeat_interleave(num_places)
         mask = torch.cat([sees_context.repeat_interleave(num_places, 0), own[:, None] == own], dim=1)
         joined = self.join_norm(self.join(features.flatten(1)))
-        at_context, at_places = self._rotation(positions), self._rotation(places)
+        at_context, at_places = self._rotation(places.positions), self._rotation(own_positions)
         for layer in self.layers:
             states = layer.keys_and_values(joined, at_context)  # pyright: ignore[reportCallIssue]
             x = layer(x, at_places, states, mask)
@@ -263,3 +227,10 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
     left, right = x.chunk(2, dim=-1)
     cos, sin = (part.to(x.dtype) for part in rotation)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+Network = Heads | Block
+"""Both have `extend` (take in the hidden states `[num_new, layers, hidden_size]` of the positions that follow a Context),
+`propose` (hidden vectors `[num_positions, hidden_size]` for the tokens after the last one, whose embedding is `last`
+`[hidden_size]`) and `forward` (the same for many Places at once, `[anchors, num_positions, hidden_size]`).
+"""

@@ -12,7 +12,7 @@ from torch import nn
 
 from specens.decoding.generation import eos_ids
 from specens.decoding.target import Target
-from specens.drafters.networks import ARCHITECTURES, Block, BlockLayer, Heads, Network, NetworkConfig
+from specens.drafters.networks import ARCHITECTURES, Block, BlockLayer, Heads, Network, NetworkConfig, Places
 from specens.drafters.non_autoregressive import KIND
 from specens.drafters.vocabulary import TrimmedHead, check_projection
 from specens.errors import UserError, check_count, check_number
@@ -48,7 +48,7 @@ class Guessing(nn.Module):
         embeddings, head = self.frozen
         with torch.no_grad():
             last = embeddings(row["token_ids"][anchors]).float()
-        hidden = self.network(row["features"].float(), last, anchors, row["positions"], row["begins"])
+        hidden = self.network(Places(row["features"].float(), last, anchors, row["positions"], row["begins"]))
         depths = torch.arange(hidden.shape[1], device=hidden.device)
         places = anchors[:, None] + depths
         exists = places + 1 < row["ends"][anchors, None]  # the text goes on that far

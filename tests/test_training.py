@@ -40,7 +40,8 @@ from specens.train import train
 from specens.trained import Trained, model_fingerprint
 from specens.training.all import All
 from specens.training.corpus import Corpus
-from specens.training.distill import Distill, Distilling, Loss
+from specens.training.distill import Distill, Distilling
+from specens.training.loss import Loss
 from specens.training.non_autoregressive import Guess, Guessing, begin_from_target, gain
 from specens.training.rows import Rows, before_answers, kept_ids, pack, split
 from specens.training.texts import Shard, Texts

@@ -11,48 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import log_softmax
 
 from specens.decoding.cache import attention_windows
 from specens.decoding.generation import eos_ids
 from specens.decoding.target import Target
 from specens.drafters.distilled import KIND, own_tensors, small_copy
 from specens.drafters.vocabulary import TrimmedHead, check_projection
-from specens.errors import UserError, check_number
+from specens.errors import UserError
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
 from specens.training.card import save_with_card
+from specens.training.loss import Loss
 from specens.training.rows import before_answers, kept_ids, split
 from specens.training.texts import Texts
-from specens.training.trainer import Schedule, check_stage, describe_training, is_layers, stored, train
-
-
-@dataclass(frozen=True)
-class Loss:
-    """`kl`: Kullback-Leibler divergence from the target's distribution. `rejection`: the chance that a token drawn from the
-    drafter's distribution is rejected, 1 - sum of min(target_probs, draft_probs) (Leviathan et al. 2023, arXiv 2211.17192,
-    section 3.2). The loss is their weighted sum.
-    """
-
-    kl: float = 1.0
-    rejection: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("kl", "rejection"):
-            check_number(f"stage.loss.{name}", getattr(self, name))
-        if not (self.kl or self.rejection):
-            raise UserError(
-                "stage.loss: kl=0 and rejection=0 leave nothing to learn; give one of them a weight above 0"
-            )
-
-    def __call__(self, logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-        """Per token, `[tokens]`, of two sets of logits `[tokens, kept]`."""
-        ours, theirs = log_softmax(logits.float(), -1), log_softmax(target_logits.float(), -1)
-        target_probs = theirs.exp()
-        loss = self.kl * (target_probs * (theirs - ours)).sum(-1)
-        if self.rejection:
-            loss = loss + self.rejection * (1 - torch.minimum(target_probs, ours.exp()).sum(-1))
-        return loss
+from specens.training.trainer import TrainingStage, describe_training, is_layers, stored, train
 
 
 class Distilling(nn.Module):
@@ -138,24 +110,13 @@ def whole_logits(target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Distill:
-    """Options of stage=distilled. `layers` are the target's layers to begin from (1 to 4 of them), `num_output_ids` the size of
-    the trimmed output vocabulary, `num_held_out` the corpus's last shards, which only measure.
-    """
+class Distill(TrainingStage):
+    """Options of stage=distilled. `layers` are the target's layers to begin from (1 to 4 of them)."""
 
-    corpus: str
-    folder: str
     layers: list[int] = field(default_factory=lambda: [0, 1])
-    num_output_ids: int = 8192
-    row_tokens: int = 1024
-    num_held_out: int = 1
-    loss: Loss = field(default_factory=Loss)
-    schedule: Schedule = field(default_factory=Schedule)
-    dtype: str = "bfloat16"
-    report_to: str = "none"
 
     def __post_init__(self) -> None:
-        check_stage(self)
+        super().__post_init__()
         if not is_layers(self.layers) or not 1 <= len(self.layers) <= 4:
             raise UserError(f"stage.layers={self.layers!r}: give one to four layers, such as [0,1]")
 

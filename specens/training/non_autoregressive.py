@@ -19,10 +19,11 @@ from specens.errors import UserError, check_count, check_number
 from specens.models import tokenizer_fingerprint
 from specens.trained import Trained, model_fingerprint
 from specens.training.card import save_with_card
-from specens.training.distill import Loss, whole_logits
+from specens.training.distill import whole_logits
+from specens.training.loss import Loss
 from specens.training.rows import before_answers, kept_ids, split
 from specens.training.texts import Texts
-from specens.training.trainer import Schedule, check_stage, describe_training, is_layers, stored, train
+from specens.training.trainer import TrainingStage, describe_training, is_layers, stored, train
 
 
 class Guessing(nn.Module):
@@ -159,29 +160,20 @@ def layer_list(target: Target) -> nn.ModuleList:
 
 
 @dataclass(frozen=True)
-class Guess:
+class Guess(TrainingStage):
     """Options of stage=non_autoregressive. `hidden_layers` (None: all that stage=corpus kept) must end with the last one, which
     the output projection reads: it teaches. `layers` are the target's layers that a block begins from.
     """
 
-    corpus: str
-    folder: str
     architecture: str = "heads"
     hidden_layers: list[int] | None = None
     layers: list[int] = field(default_factory=list)
     num_positions: int = 4
-    num_output_ids: int = 8192
-    row_tokens: int = 1024
     anchors_per_row: int = 256
     decay: float = 0.8
-    num_held_out: int = 1
-    loss: Loss = field(default_factory=Loss)
-    schedule: Schedule = field(default_factory=Schedule)
-    dtype: str = "bfloat16"
-    report_to: str = "none"
 
     def __post_init__(self) -> None:
-        check_stage(self)
+        super().__post_init__()
         for name in ("num_positions", "anchors_per_row"):
             check_count(f"stage.{name}", getattr(self, name))
         check_number("stage.decay", self.decay, 0, 1, above=True)

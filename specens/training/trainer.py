@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from specens.errors import UserError, check_count, check_number, one_line
 from specens.trained import model_fingerprint
 from specens.training.card import command_line
+from specens.training.loss import Loss
 from specens.training.rows import Rows, stack
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,19 +75,34 @@ class Schedule:
             raise UserError(f"stage.schedule.bfloat16={self.bfloat16!r}: give true or false")
 
 
-def check_stage(stage: Any) -> None:
-    """The options that every training stage has; UserError before anything is loaded."""
-    for name in ("corpus", "folder"):
-        if not isinstance(getattr(stage, name), str):
-            raise UserError(f"stage.{name}={getattr(stage, name)!r}: give a folder")
-    for name in ("num_output_ids", "row_tokens", "num_held_out"):
-        check_count(f"stage.{name}", getattr(stage, name))
-    for name, known in (("dtype", DTYPES), ("report_to", REPORTS)):
-        if getattr(stage, name) not in known:
-            raise UserError(f"stage.{name}={getattr(stage, name)!r}: choose one of {', '.join(known)}")
-    for name, is_right in (("loss", is_dataclass(stage.loss)), ("schedule", isinstance(stage.schedule, Schedule))):
-        if not is_right:
-            raise UserError(f"stage.{name}={getattr(stage, name)!r}: give options of it, such as in conf/stage")
+@dataclass(frozen=True)
+class TrainingStage:
+    """Options of every training stage: `corpus` to learn from, `folder` to write to, `num_output_ids` the size of the trimmed
+    output vocabulary, `num_held_out` the corpus's last shards, which only measure.
+    """
+
+    corpus: str
+    folder: str
+    num_output_ids: int = 8192
+    row_tokens: int = 1024
+    num_held_out: int = 1
+    loss: Loss = field(default_factory=Loss)
+    schedule: Schedule = field(default_factory=Schedule)
+    dtype: str = "bfloat16"
+    report_to: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("corpus", "folder"):
+            if not isinstance(getattr(self, name), str):
+                raise UserError(f"stage.{name}={getattr(self, name)!r}: give a folder")
+        for name in ("num_output_ids", "row_tokens", "num_held_out"):
+            check_count(f"stage.{name}", getattr(self, name))
+        for name, known in (("dtype", DTYPES), ("report_to", REPORTS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"stage.{name}={getattr(self, name)!r}: choose one of {', '.join(known)}")
+        for name, kind in (("loss", Loss), ("schedule", Schedule)):
+            if not isinstance(getattr(self, name), kind):
+                raise UserError(f"stage.{name}={getattr(self, name)!r}: give options of it, such as in conf/stage")
 
 
 def is_layers(value: Any) -> bool:

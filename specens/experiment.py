@@ -67,10 +67,16 @@ def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Scre
     """Run all prompts and return the summary. Every finished prompt is on disk before the next begins, whatever happens
     later; the summary's `status` says how the run ended. Raises UserError when the input is bad or no prompt succeeds.
     """
-    outcome: dict[str, Any] = {"status": "failed", "error": None, "lossy": not job.verifier.lossless, "environment": {}}
+    outcome: dict[str, Any] = {
+        "status": "failed",
+        "error": None,
+        "verifier": job.verifier.name,
+        "lossy": not job.verifier.lossless,
+        "environment": {},
+    }
     try:
         questions = job.prompts.questions()
-        job.tracker.start(writer.folder, config)
+        job.tracker.start(writer.folder, {**config, "lossy": not job.verifier.lossless})
         session = Session(job, screen)
         outcome["environment"] = session.environment()
         session.run(questions, writer)
@@ -222,7 +228,12 @@ class Session:
         return speculator.complete(prompt.token_ids, self.config, seed=seed, prompt_key=prompt.id, on_step=on_step)
 
     def _comparison(self, prompt: Prompt, done: Completion, baseline: Completion) -> dict[str, Any]:
-        """The baseline's columns: where the two texts fork, and how near a tie the target was there."""
+        """The baseline's columns: where the two texts fork, and how near a tie the target was there. A verifier that draws
+        otherwise than plain decoding gives another text of the same law, and nothing is said of identity.
+        """
+        columns: dict[str, Any] = {"baseline_decode_s": baseline.decode_s, "baseline_ids": baseline.output_ids}
+        if self.config.do_sample and not self.job.verifier.coupled:
+            return columns
         fork_at, fork_margin = first_difference(done.output_ids, baseline.output_ids), None
         if fork_at is not None:
             ids = [*prompt.token_ids, *baseline.output_ids[:fork_at]]
@@ -231,13 +242,7 @@ class Session:
             )
             logits = self.target.score(self.target.prefill(ids), ids[-1], TokenTree(), "tree")
             fork_margin = sampler.margin(ids, logits[0])
-        return {
-            "baseline_decode_s": baseline.decode_s,
-            "baseline_ids": baseline.output_ids,
-            "is_identical": fork_at is None,
-            "fork_at": fork_at,
-            "fork_margin": fork_margin,
-        }
+        return {**columns, "is_identical": fork_at is None, "fork_at": fork_at, "fork_margin": fork_margin}
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

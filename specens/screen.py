@@ -61,7 +61,8 @@ class Screen:
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The table of drafters and the run's main numbers."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+        title = f"LOSSY: verifier={summary['verifier']}" if summary["lossy"] else None
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title)
         table.add_column("drafter", no_wrap=True)
         for header, _, _ in _COLUMNS:
             table.add_column(header, justify="right")
@@ -76,8 +77,11 @@ class Screen:
         if summary["speedup"] is not None:
             plain = _number(summary["baseline_tokens_per_s"], ".1f")
             parts.append(f"{summary['speedup']:.2f}x of plain decoding ({plain} tok/s)")
+        if summary["num_identical"] is not None:
             parts.append(f"identical {summary['num_identical']}/{summary['num_prompts'] - summary['num_failed']}")
         parts.append(f"time outside drafting and verifying {_number(summary['host_fraction'], '.1%')}")
+        if summary["lossy"]:
+            parts.append(f"LOSSY (verifier={summary['verifier']}): not the target's own text")
         if summary["num_failed"]:
             parts.append(f"{summary['num_failed']} of {summary['num_prompts']} prompts FAILED")
         self.say(", ".join(parts))

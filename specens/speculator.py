@@ -48,6 +48,11 @@ class Speculator:
     def __init__(self, decoder: Decoder, *, seed: int = 0) -> None:
         if decoder.layout not in LAYOUTS:
             raise UserError(f"layout={decoder.layout}: choose one of {', '.join(LAYOUTS)}")
+        for member in () if decoder.verifier.coupled else decoder.drafter.members:
+            if member.coupled_only:
+                raise UserError(
+                    f"drafter {member.name}: cannot say from which law it draws its tokens; use verifier=coupled"
+                )
         decoder.target.check_layout(decoder.layout)
         if decoder.drafter.members:
             self_check(decoder.target, decoder.layout)
@@ -70,7 +75,8 @@ class Speculator:
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> Completion:
         """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted."""
-        sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key)
+        coupled = self.decoder.verifier.coupled
+        sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key, coupled=coupled)
         cache, prefill_s = self.decoder.prefill(prompt_ids)
         steps: list[StepRecord] = []
         for step in self.decoder.decode(prompt_ids, cache, sampler, stop):

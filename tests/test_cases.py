@@ -30,7 +30,7 @@ from specens.decoding.cache import KVCache
 from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test
 from specens.decoding.loop import Decoder
 from specens.decoding.merge import merge
-from specens.decoding.sampling import KeyedNoise, Sampler
+from specens.decoding.sampling import KeyedNoise, Sampler, TreeAnswers
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
 from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
@@ -380,8 +380,8 @@ def test_b11_a_fork_is_reported_with_its_place_and_margin(job: Job, monkeypatch:
         assert same == (row.fork_at != row.fork_at)  # NaN: no fork
         assert same or row.fork_margin < 0.5
 
-    def faulty(self: Coupled, tree: TokenTree, pick: Any) -> Verdict:
-        token = pick(ROOT)
+    def faulty(self: Coupled, tree: TokenTree, answers: Any) -> Verdict:
+        token = answers.pick(ROOT)
         return Verdict(
             (), (token + 1) % 128 if len(tree) == 3 else token
         )  # a logic fault, only where three were drafted
@@ -576,7 +576,7 @@ def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probabil
     count, accepted, first = 12_000, 0, Counter()
     for seed in range(count):
         sampler = Sampler(noise=KeyedNoise(seed, "p"))
-        verdict = Coupled()(tree, sampler.pick_over([0], tree, logits))
+        verdict = Coupled()(tree, TreeAnswers(sampler, [0], tree, logits))
         accepted += len(verdict.path)
         first[1 if verdict.path else verdict.target_token] += 1
     assert accepted / count == pytest.approx(0.3, abs=0.016)  # 3.8 standard deviations
@@ -606,7 +606,7 @@ def test_b20_several_drafters_do_not_bias_the_first_token() -> None:
     logits = target.score(target.prefill([0]), 0, tree, "tree")
     count, first, lengths = 10_000, Counter(), Counter()
     for seed in range(count):
-        verdict = Coupled()(tree, Sampler(noise=KeyedNoise(seed, "p")).pick_over([0], tree, logits))
+        verdict = Coupled()(tree, TreeAnswers(Sampler(noise=KeyedNoise(seed, "p")), [0], tree, logits))
         emitted = [*(tree.token_ids[n] for n in verdict.path), verdict.target_token]
         first[emitted[0]] += 1
         lengths[len(verdict.path)] += 1

@@ -95,7 +95,8 @@ def _notices(summary: Mapping[str, Any]) -> str:
     notices: list[str] = []
     if summary.get("lossy"):
         notices.append(
-            "This run used a lossy verifier: its texts need not be what the target alone would have written."
+            f"This run used a lossy verifier ({summary.get('verifier')}): its texts need not be what the target alone "
+            "would have written."
         )
     num_done = (summary.get("num_prompts") or 0) - (summary.get("num_failed") or 0)
     identical = summary.get("num_identical")

@@ -118,9 +118,17 @@ def _check_temperature(temperature: float | None) -> None:
 
 
 def prepare(
-    target: Target, config: GenerationConfig, prompt_ids: Sequence[int], *, seed: int, prompt_key: str
+    target: Target,
+    config: GenerationConfig,
+    prompt_ids: Sequence[int],
+    *,
+    seed: int,
+    prompt_key: str,
+    coupled: bool = True,
 ) -> tuple[Sampler, StopRules]:
-    """The sampler and the stop rules of one prompt. The noise is keyed by (seed, prompt_key), not by what ran before."""
+    """The sampler and the stop rules of one prompt. The noise is keyed by (seed, prompt_key), not by what ran before;
+    `coupled` says whether drafters share it.
+    """
     model: Any = target.model
     config = copy.deepcopy(config)
     num_prompt = len(prompt_ids)
@@ -144,7 +152,8 @@ def prepare(
     except ValueError as error:
         raise UserError(f"generation options: {error}") from error
     stop = StopRules(config.max_length, eos_ids(config), target.context_limit, stop_test(config, target.tokenizer))
-    return Sampler(processors, KeyedNoise(seed, prompt_key) if config.do_sample else None), stop
+    noise = KeyedNoise(seed, prompt_key) if config.do_sample else None
+    return Sampler(processors, noise, coupled=coupled), stop
 
 
 def eos_ids(config: GenerationConfig) -> tuple[int, ...]:

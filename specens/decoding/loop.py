@@ -9,7 +9,7 @@ from specens.decoding.budget import Budget, PlanContext
 from specens.decoding.cache import KVCache
 from specens.decoding.drafter import Drafter, condition, hidden_layers
 from specens.decoding.merge import merge
-from specens.decoding.sampling import Sampler
+from specens.decoding.sampling import Sampler, TreeAnswers
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
 from specens.decoding.timing import Stopwatch
@@ -46,12 +46,13 @@ class Decoder:
             watch.restart()
             plan = self.budget.plan(PlanContext(self.drafter.members, len(ids), stop.tokens_wanted(len(ids))))
             with watch.span("draft"):
-                draft = self.drafter.propose(ids, plan, sampler) if plan.num_tokens else Draft()
+                own = sampler.fork(f"step {len(ids)}")  # the same where noise is shared: see Sampler
+                draft = self.drafter.propose(ids, plan, own) if plan.num_tokens else Draft()
                 check_draft(draft, self.drafter.members, self.target.vocab_size)
             tree = merge(draft, plan, stop.eos_ids)
             with watch.span("verify"):
                 logits = self.target.score(cache, ids[-1], tree, self.layout)
-            verdict = self.verifier(tree, sampler.pick_over(ids, tree, logits))
+            verdict = self.verifier(tree, TreeAnswers(sampler, ids, tree, logits))
             commit = stop.trim(ids, tree, verdict)
             cache.accept(commit.path)
             condition(self.drafter, cache.hidden)

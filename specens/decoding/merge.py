@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from specens.decoding.types import ROOT, Draft, Plan, TokenTree, depths_of
+from specens.decoding.types import ROOT, Draft, Drawn, Plan, TokenTree, depths_of
 
 
 def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
@@ -15,10 +15,16 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
     out the others. When the whole budget is short, the members take turns: everybody's first node, then everybody's second,
     in the order in which each proposed them, which is for it to choose (best first, say). A parent always had an earlier turn
     than its child, so what stays is always a tree.
+
+    A draft that tells the laws of its draws is cut before it is merged: which of them stay must not depend on what was drawn
+    (equal tokens need one node, and nodes below an end none), or testing them would be biased.
     """
+    if draft.laws:
+        draft = _cut_blindly(draft, plan)
     token_ids: list[int] = []
     parents: list[int] = []
     owners: list[int] = []
+    draws: list[Drawn] = []
     turns: list[int] = []  # of a node: the earliest at which a member proposed it
     merged: dict[tuple[int, int], int] = {}
     depths = depths_of(draft.parents)
@@ -44,7 +50,9 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
         owners[node] |= 1 << owner
         turns[node] = min(turns[node], turn)
         place.append(node)
-    tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners))
+        if draft.laws and draft.laws[index] is not None:
+            draws.append(Drawn(node, owner, draft.laws[index]))
+    tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners), tuple(draws))
     return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
 
 
@@ -58,4 +66,25 @@ def _cut(tree: TokenTree, turns: Sequence[int], num_nodes: int) -> TokenTree:
         parents=tuple(new_index.get(tree.parents[node], ROOT) for node in kept),
         depths=tuple(tree.depths[node] for node in kept),
         owners=tuple(tree.owners[node] for node in kept),
+    )
+
+
+def _cut_blindly(draft: Draft, plan: Plan) -> Draft:
+    """The nodes that stay when members take turns, decided without a look at the tokens."""
+    depths = depths_of(draft.parents)
+    shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
+    num_kept = [0] * len(shares)
+    turns: dict[int, int] = {}  # node -> its turn among its member's nodes
+    for node in range(len(draft)):
+        owner = draft.owner(node)
+        if depths[node] <= shares[owner].num_tokens and num_kept[owner] < shares[owner].num_nodes:
+            turns[node] = num_kept[owner]
+            num_kept[owner] += 1
+    kept = sorted(sorted(turns, key=lambda node: (turns[node], node))[: plan.num_nodes])
+    new_index = {node: index for index, node in enumerate(kept)}
+    return Draft(
+        token_ids=tuple(draft.token_ids[node] for node in kept),
+        parents=tuple(new_index.get(draft.parents[node], ROOT) for node in kept),
+        owners=tuple(draft.owner(node) for node in kept),
+        laws=tuple(draft.laws[node] for node in kept),
     )

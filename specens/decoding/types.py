@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 ROOT = -1
 """The parent of a node that hangs on the last committed token."""
@@ -32,13 +33,15 @@ class Member:
     """What the budget must know of a drafter: its name and the most it can propose in a step.
 
     `num_draft_tokens` is the greatest depth, `num_draft_nodes` the most nodes of a proposal (equal to the depth for a
-    chain), `context_limit` the drafter's own context in tokens (None: no limit).
+    chain), `context_limit` the drafter's own context in tokens (None: no limit). With `coupled_only` it cannot say from which
+    law its tokens are drawn, and a verifier that needs to know refuses it.
     """
 
     name: str
     num_draft_tokens: int
     num_draft_nodes: int
     context_limit: int | None = None
+    coupled_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,17 @@ class Draft:
 
     An ensemble's draft is the concatenation of its members' forests: `owners[i]` is the index of the member that proposed
     node i (empty: all by member 0) and `seconds[d]` the time member d took (empty: not measured).
+
+    `laws[i]` is the distribution `[vocab]` that node i was really drawn from, given the path to it and its earlier siblings;
+    None for a token that was not drawn (empty: none was). Only verifiers that test drafts want it, and leaving it out is
+    always safe: a draw whose law is not told counts as certain, and is accepted less often.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
+    laws: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         # Plain ints, whatever kind of integer a drafter counts in: the items of a tensor would never equal a token.
@@ -78,11 +86,13 @@ class Draft:
             raise ValueError(f"a draft's parents must stand before their children, got {self.parents}")
         if len(self.owners) not in (0, len(self.token_ids)):
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.owners)} owners")
+        if len(self.laws) not in (0, len(self.token_ids)):
+            raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.laws)} laws")
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> Draft:
+    def chain(cls, token_ids: Sequence[int], laws: Sequence[Any] = ()) -> Draft:
         """A draft without branches: every token hangs on the one before."""
-        return cls(tuple(token_ids), chain_parents(len(token_ids)))
+        return cls(tuple(token_ids), chain_parents(len(token_ids)), laws=tuple(laws))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -92,15 +102,28 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """One draw of a member: the node of the tree it became, and the law `[vocab]` that it came from."""
+
+    node: int
+    owner: int
+    law: Any
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTree:
     """All drafts merged: no two siblings carry the same token. `owners[i]` is a bit mask of the members that proposed the
     exact path from the last committed token to node i. Parents stand before their children.
+
+    `draws` are the drawn tokens in the order in which they were drafted, which is fixed before anyone sees them; two draws
+    of one token are one node, but two draws.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
+    draws: tuple[Drawn, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)

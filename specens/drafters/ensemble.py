@@ -68,19 +68,22 @@ class Ensemble:
         parents: list[int] = []
         owners: list[int] = []
         seconds: list[float] = []
+        laws: list[Any] = []
         shares = iter(plan.members or [plan] * len(self.members))
         for name, drafter in self._drafters.items():
             share = _plan_of([next(shares) for _ in drafter.members], plan)
             silent = share.num_tokens == 0 or (plan.first_only and bool(token_ids))
             begin = time.perf_counter()
-            draft = Draft() if silent else _ask(name, drafter, context_ids, share, sampler)
+            draft = Draft() if silent else _ask(name, drafter, context_ids, share, sampler.fork(name))
             elapsed = time.perf_counter() - begin
             offset, first_owner = len(token_ids), len(seconds)
             token_ids += draft.token_ids
             parents += [parent if parent == ROOT else parent + offset for parent in draft.parents]
+            laws += draft.laws or [None] * len(draft)
             owners += [first_owner + draft.owner(node) for node in range(len(draft))]
             seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
-        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds))
+        told = tuple(laws) if any(law is not None for law in laws) else ()
+        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), told)
 
     def observe(self, commit: Commit) -> None:
         for drafter in self._drafters.values():

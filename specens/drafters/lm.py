@@ -90,23 +90,21 @@ class LanguageModel:
         ids = list(context_ids)
         self._base = len(ids)
         num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
-        beside: list[list[int]] = []  # at each depth, the next best tokens
+        drawn: list[list[tuple[int, torch.Tensor | None]]] = []  # at each depth: the chain's token, and its next best
         for _ in range(plan.num_tokens):
             logits = self._next_logits(ids)
             if logits is None:
                 break
-            if num_branches > 1:
-                best = sampler.race(ids, logits).topk(num_branches).indices.tolist()
-                beside.append(best[1:])
-                ids.append(best[0])
-            else:
-                ids.append(sampler.pick(ids, logits))
+            row = sampler.draw(ids, logits, max(num_branches, 1))
+            if not row:
+                break
+            drawn.append(row)
+            ids.append(row[0][0])
         self._drafted = ids[self._base :]
-        leaves = [(token, depth - 1) for depth, tokens in enumerate(beside) for token in tokens]
-        chain = Draft.chain(self._drafted)
-        return Draft(
-            chain.token_ids + tuple(token for token, _ in leaves), chain.parents + tuple(parent for _, parent in leaves)
-        )
+        chain = [(*row[0], depth - 1) for depth, row in enumerate(drawn)]
+        beside = [(*entry, depth - 1) for depth, row in enumerate(drawn) for entry in row[1:]]
+        tokens, laws, parents = zip(*chain, *beside, strict=True) if drawn else ((), (), ())
+        return Draft(tokens, parents, laws=laws if sampler.tells_laws else ())
 
     @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:
@@ -114,14 +112,10 @@ class LanguageModel:
         (an id beyond its own vocabulary).
         """
         assert self._loaded is not None, "bind comes first"
-        model = self._loaded.model
-        embeddings = model.get_input_embeddings().weight
-        new = list(ids[self._cache.length :])
-        if max(new) >= embeddings.shape[0]:  # pyright: ignore[reportIndexIssue]
+        logits = feed(self._loaded, self._cache, ids)
+        if logits is None:
             return None
-        batch = torch.tensor([new], device=embeddings.device)  # pyright: ignore[reportArgumentType]
-        output = model(batch, cache=self._cache.states, use_cache=True, **self._loaded.last_logits_only)
-        logits = output.logits[0, -1].to(self._device)  # where the processors' own tensors are
+        logits = logits.to(self._device)  # where the processors' own tensors are
         # Padded embeddings: same tokenizer, other length of a logits row. Ids that the target lacks are never proposed.
         extra = self._vocab_size - logits.shape[-1]
         return logits[: self._vocab_size] if extra <= 0 else pad(logits, (0, extra), value=-torch.inf)
@@ -136,3 +130,17 @@ class LanguageModel:
         if self._drafted:
             self._cache.rollback(min(self._cache.length, self._base + agreed))
         self._drafted = []
+
+
+@torch.inference_mode()
+def feed(loaded: LoadedModel, cache: KVCache, ids: Sequence[int]) -> torch.Tensor | None:
+    """Logits `[model's vocab]` after `ids`, of which the cache holds a prefix: one forward over the rest, at least one id.
+    None, and no forward, when one of these is beyond the model's embeddings.
+    """
+    embeddings = loaded.model.get_input_embeddings().weight
+    new = list(ids[cache.length :])
+    if max(new) >= embeddings.shape[0]:  # pyright: ignore[reportIndexIssue]
+        return None
+    batch = torch.tensor([new], device=embeddings.device)  # pyright: ignore[reportArgumentType]
+    output = loaded.model(batch, cache=cache.states, use_cache=True, **loaded.last_logits_only)
+    return output.logits[0, -1]

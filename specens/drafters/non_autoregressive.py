@@ -23,9 +23,12 @@ class NonAutoregressive:
     """Proposes the most probable nodes of the product tree: at depth i the network's own distribution of the i-th next token,
     whatever was chosen before it, so a path's probability is taken for the product.
 
-    Under sampling the tokens are ranked with the noise that the target will be sampled with. `weights` is a file made by
-    stage=non_autoregressive, None takes those that come with the package for this target, and a `Trained` in memory is used
-    as it is.
+    Under coupled sampling the tokens are ranked with the noise that the target will be sampled with. Where drafts are tested
+    instead (verifier=residual), the tree is of the most probable tokens, and a row of draws hangs beside it, from the same
+    distributions but without the tokens that the tree begins with: certain tokens and one draw do best together.
+
+    `weights` is a file made by stage=non_autoregressive, None takes those that come with the package for this target, and a
+    `Trained` in memory is used as it is.
     """
 
     def __init__(
@@ -109,10 +112,15 @@ class NonAutoregressive:
         assert self._network is not None
         last = torch.tensor([context_ids[-1]], device=self._head.weight.device)
         hidden = self._network.propose(self._context, self._embeddings(last)[0].to(self._head.weight))
-        scores = self._scores(context_ids, self._head.logits(hidden[: plan.num_tokens]), sampler)
-        top = scores.softmax(-1).topk(min(plan.num_nodes, scores.shape[-1]), dim=-1)
+        logits = self._head.logits(hidden[: plan.num_tokens])
+        if not sampler.is_plain_greedy:
+            logits = self._head.spread(logits)
+        num_drawn = min(len(logits), plan.num_nodes // 2) if sampler.tells_laws else 0
+        scores = self._scores(context_ids, logits, sampler)
+        top = scores.softmax(-1).topk(min(plan.num_nodes - num_drawn, scores.shape[-1]), dim=-1)
         ids = self._head.kept_ids[top.indices] if sampler.is_plain_greedy else top.indices
-        return product_tree(top.values.tolist(), ids.tolist(), plan.num_nodes)
+        tree = product_tree(top.values.tolist(), ids.tolist(), plan.num_nodes - num_drawn)
+        return _with_row(tree, _drawn_row(context_ids, logits[:num_drawn], tree, sampler)) if num_drawn else tree
 
     def _scores(self, context_ids: Sequence[int], logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
         """What ranks the tokens of each depth: bare logits `[depth, kept]`, or with processors and noise `[depth, vocab]`. The
@@ -121,8 +129,8 @@ class NonAutoregressive:
         if sampler.is_plain_greedy:
             return logits.float()
         prefix, rows = list(context_ids), []
-        for row in self._head.spread(logits):
-            rows.append(sampler.race(prefix, row).float())
+        for row in logits:
+            rows.append(sampler.rank(prefix, row).float())
             prefix.append(int(rows[-1].argmax()))
         return torch.stack(rows)
 
@@ -147,3 +155,30 @@ def product_tree(probabilities: Sequence[Sequence[float]], token_ids: Sequence[S
         if depth + 1 < len(probabilities):
             heapq.heappush(heap, (negative * probabilities[depth + 1][0], depth + 1, 0, node, -negative))
     return Draft(tuple(tokens), tuple(parents))
+
+
+def _drawn_row(
+    context_ids: Sequence[int], logits: torch.Tensor, tree: Draft, sampler: Sampler
+) -> list[tuple[int, torch.Tensor | None]]:
+    """One draw of each depth from logits `[depth, vocab]`, at the first without the tokens that `tree` begins with."""
+    certain = [token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == ROOT]
+    prefix, row = list(context_ids), []
+    for depth, scores in enumerate(logits):
+        if depth == 0:
+            scores = scores.index_fill(0, torch.tensor(certain, device=scores.device), -torch.inf)
+        drawn = sampler.draw(prefix, scores)
+        if not drawn:
+            break
+        row += drawn
+        prefix.append(drawn[0][0])
+    return row
+
+
+def _with_row(tree: Draft, row: Sequence[tuple[int, torch.Tensor | None]]) -> Draft:
+    """A tree of certain tokens with a row of draws beside it."""
+    parents = (ROOT, *range(len(tree), len(tree) + len(row) - 1))[: len(row)]
+    return Draft(
+        tree.token_ids + tuple(token for token, _ in row),
+        tree.parents + parents,
+        laws=(None,) * len(tree) + tuple(law for _, law in row),
+    )

@@ -38,14 +38,16 @@ class Oracle:
     def start(self, prompt_ids: Sequence[int]) -> None: ...
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        ids = list(context_ids)
+        ids, laws = list(context_ids), []
         cache = self._target.prefill(ids)
         for _ in range(plan.num_tokens):
-            ids.append(sampler.pick(ids, self._next_logits(cache, ids[-1])))
+            ((token, law),) = sampler.draw(ids, self._next_logits(cache, ids[-1]))
+            ids.append(token)
+            laws.append(law)
         drafted = ids[len(context_ids) :]
         if self._wrong:
-            drafted = [(token + 1) % self._target.vocab_size for token in drafted]
-        return Draft.chain(drafted)
+            return Draft.chain([(token + 1) % self._target.vocab_size for token in drafted])
+        return Draft.chain(drafted, laws if sampler.tells_laws else ())
 
     def _next_logits(self, cache: KVCache, last_token: int) -> torch.Tensor:
         logits = self._target.score(cache, last_token, TokenTree(), "tree")[0]

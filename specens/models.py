@@ -257,5 +257,5 @@ def check_same_vocabulary(
     if not same:
         raise UserError(
             f"drafter {name}: its tokenizer ({tokenizer.name_or_path}) differs from the target's "
-            f"({target_tokenizer.name_or_path}); use a drafter model of the target's own family"
+            f"({target_tokenizer.name_or_path}); use a drafter model of the target's own family, or drafter=universal"
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from specens.decoding.budget import FixedBudget
 from specens.decoding.loop import Decoder
@@ -14,7 +17,32 @@ from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, TokenTree
 from specens.decoding.verify import Coupled
 from specens.drafters.networks import NetworkConfig
+from specens.prompts import DEMO_FILE
 from specens.trained import Trained, model_fingerprint
+
+
+@functools.cache
+def trained_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with merges, learnt from the demo prompts. `bpe`: bytes, tokens with a leading space (400 ids). `words`: 128
+    ids, unknown characters, a space put before the first word. `bos`: as `bpe`, and it puts `<bos>` in front by itself.
+    """
+    if kind == "words":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=128 if kind == "words" else 400,
+        special_tokens=["<unk>", "<end>", "<bos>"],
+        initial_alphabet=[] if kind == "words" else sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(DEMO_FILE.read_text(encoding="utf-8").splitlines(), trainer)
+    if kind == "bos":
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", bos_token="<bos>")
 
 
 def plain_greedy(model, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:

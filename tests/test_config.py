@@ -70,7 +70,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 NEEDED = {
-    "drafter": {"lm": ["model@drafter.model=tiny"]},
+    "drafter": {name: ["model@drafter.model=tiny"] for name in ("lm", "universal")},
     "model": {name: ["target.source=some/where"] for name in ("local", "hub", "gguf")},
 }
 """Options of a group that have to be given, or that would otherwise need the network."""

@@ -13,7 +13,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import Fake, decode, guesser_weights, plain_greedy, text_drafter
+from helpers import Fake, decode, guesser_weights, plain_greedy, text_drafter, trained_tokenizer
 
 from specens.analysis.metrics import summarise
 from specens.decoding.budget import FixedBudget
@@ -32,11 +32,12 @@ from specens.drafters.non_autoregressive import NonAutoregressive
 from specens.drafters.none import NoDrafter
 from specens.drafters.retrieval import Retrieval
 from specens.drafters.scripted import Fixed, Oracle, Replayed
+from specens.drafters.universal import Universal
 from specens.drafters.vocabulary import TrimmedHead
 from specens.errors import DrafterError
 from specens.models import TargetCopy
 from specens.records import PromptRecord, frames_of
-from specens.tiny import random_model
+from specens.tiny import byte_tokenizer, random_model
 
 pytestmark = pytest.mark.laws
 
@@ -109,6 +110,13 @@ def guesser(model, architecture: str):
     return NonAutoregressive(weights, num_draft_tokens=4, num_draft_nodes=8, name=architecture)
 
 
+class Reader(Universal):
+    """Reads the target's ids as bytes: the target of these laws has no tokenizer."""
+
+    def bind(self, target):
+        super().bind(Target(target.model, byte_tokenizer()))
+
+
 def team(name: str, model, other):
     """One drafter of each kind, and ensembles of them."""
     plain = {
@@ -126,6 +134,7 @@ def team(name: str, model, other):
         "replayed": lambda: Replayed({tuple(p): plain_greedy(model, p, COUNT) for p in PROMPTS}),
         "retrieval": lambda: Retrieval(LIBRARY[0], 6, 12),
         "growing": lambda: Retrieval(LIBRARY[0], 4, 8, grow=True),
+        "universal": lambda: Reader(other, 3, tokenizer=trained_tokenizer("words")),
         "bushy": lambda: Fake(bushy, "bushy"),
         "twins": lambda: Fake(twins, "twins"),
         "greedy": lambda: Fake(lambda context: Draft.chain([context[-1]] * 40), "greedy", depth=3),
@@ -151,6 +160,7 @@ TEAMS = (
     "replayed",
     "retrieval",
     "growing",
+    "universal",
     "bushy",
     "silent",
     "ngram+same",

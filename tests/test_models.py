@@ -435,7 +435,7 @@ def test_b31_another_vocabulary_of_the_same_size_is_refused_by_its_strings():
     assert len(ours) == len(other)
     with pytest.raises(UserError) as error:
         check_same_vocabulary("small", other, ours)
-    one_line(error, "drafter small", "tokenizer")
+    one_line(error, "drafter small", "tokenizer", "drafter=universal")
     check_same_vocabulary("small", byte_tokenizer(), ours)
     check_same_vocabulary("small", None, ours)  # a model in memory: the caller answers for it
 

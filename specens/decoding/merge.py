@@ -70,17 +70,25 @@ def _cut(tree: TokenTree, turns: Sequence[int], num_nodes: int) -> TokenTree:
 
 
 def _cut_blindly(draft: Draft, plan: Plan) -> Draft:
-    """The nodes that stay when members take turns, decided without a look at the tokens."""
+    """The nodes that stay when members take turns, decided without a look at the tokens.
+
+    A member that draws keeps all its turns, also those that it does not use: how much it says may depend on what it drew (a
+    row that ends early, a law with fewer tokens than branches), and no other member's draws may come or go with that.
+    """
     depths = depths_of(draft.parents)
     shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
     num_kept = [0] * len(shares)
-    turns: dict[int, int] = {}  # node -> its turn among its member's nodes
+    turns: dict[int, tuple[int, int]] = {}  # node -> its turn among its member's nodes, and the member
     for node in range(len(draft)):
         owner = draft.owner(node)
         if depths[node] <= shares[owner].num_tokens and num_kept[owner] < shares[owner].num_nodes:
-            turns[node] = num_kept[owner]
+            turns[node] = (num_kept[owner], owner)
             num_kept[owner] += 1
-    kept = sorted(sorted(turns, key=lambda node: (turns[node], node))[: plan.num_nodes])
+    for owner in {draft.owner(node) for node, law in enumerate(draft.laws) if law is not None}:
+        num_kept[owner] = shares[owner].num_nodes
+    all_turns = sorted((turn, owner) for owner, count in enumerate(num_kept) for turn in range(count))
+    stay = set(all_turns[: plan.num_nodes])
+    kept = [node for node, turn in turns.items() if turn in stay]
     new_index = {node: index for index, node in enumerate(kept)}
     return Draft(
         token_ids=tuple(draft.token_ids[node] for node in kept),

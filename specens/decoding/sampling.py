@@ -110,8 +110,10 @@ class Sampler:
         return Sampler(self._processors, self._noise.fork(name), coupled=False)
 
     def scores(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """The processed scores `[vocab]` (fp32, a copy) that follow `prefix_ids`, from logits `[vocab]`."""
-        scores = logits.to(torch.float32, copy=True)[None]
+        """The processed scores `[vocab]` (fp32, or float64 where the logits are; a copy) that follow `prefix_ids`, from logits
+        `[vocab]`.
+        """
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)[None]
         if self._processors:
             prefix = torch.tensor([list(prefix_ids)], device=scores.device)
             scores = self._processors(prefix, scores)  # pyright: ignore[reportArgumentType]

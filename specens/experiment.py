@@ -25,7 +25,7 @@ from specens.decoding.target import LAYOUTS, Layout, Target
 from specens.decoding.types import StepRecord, TokenTree
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.none import NoDrafter
-from specens.errors import DrafterError, UserError
+from specens.errors import DrafterError, UserError, check_count
 from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
@@ -52,6 +52,7 @@ class Job:
     tracker: Tracker
     baseline: bool = True
     trace: str = "steps"
+    exact_width: int | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -60,7 +61,19 @@ class Job:
             raise UserError(f"trace={self.trace}: only trace=steps is supported")
         if not isinstance(self.baseline, bool):
             raise UserError(f"baseline={self.baseline!r}: give true or false")
+        if self.exact_width is not None:
+            check_exact_width(self.exact_width, self.layout, self.budget)
         self.target.check()
+
+
+def check_exact_width(exact_width: object, layout: Layout, budget: Budget) -> None:
+    """Refuse a width that steps could leave: rows have a width of their own, and a tree may have as many nodes as the budget."""
+    check_count("exact_width", exact_width)
+    if layout != "tree":
+        raise UserError(f"exact_width={exact_width}: layout={layout} has no one width; use layout=tree")
+    most = getattr(budget, "max_nodes", None)
+    if most is None or most > exact_width:
+        raise UserError(f"exact_width={exact_width}: a tree may have {most} nodes; give budget.max_nodes={exact_width}")
 
 
 def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
@@ -115,7 +128,7 @@ class Session:
         self._screen = screen
         screen.say("loading the target")
         loaded = job.target.load()
-        self.target = Target(loaded.model, loaded.tokenizer, origin=job.target)
+        self.target = Target(loaded.model, loaded.tokenizer, origin=job.target, exact_width=job.exact_width)
         self._facts = loaded.facts()
         self.config: GenerationConfig = job.sampling.generation_config(self.target)
         screen.say("loading the drafters")

@@ -15,7 +15,7 @@ from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, TokenTree
-from specens.decoding.verify import Coupled
+from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.networks import NetworkConfig
 from specens.prompts import DEMO_FILE
 from specens.trained import Trained, model_fingerprint
@@ -175,12 +175,15 @@ def decode(
     sampler: Sampler | None = None,
     stop: StopRules | None = None,
     prompt_key: str = "p",
+    verifier: Verifier | None = None,
 ) -> tuple[list[int], list[StepRecord]]:
     """New ids and step records. `seed` samples with keyed noise at temperature 1; None is greedy."""
     target = target if hasattr(target, "score") else Target(target)
     drafter.bind(target)
-    decoder = Decoder(target, drafter, budget or FixedBudget(), Coupled(), layout)  # pyright: ignore
-    sampler = sampler or Sampler(noise=None if seed is None else KeyedNoise(seed, prompt_key))
+    verifier = verifier or Coupled()
+    decoder = Decoder(target, drafter, budget or FixedBudget(), verifier, layout)  # pyright: ignore
+    noise = None if seed is None else KeyedNoise(seed, prompt_key)
+    sampler = sampler or Sampler(noise=noise, coupled=verifier.coupled)
     stop = stop or StopRules(len(prompt) + count, tuple(eos), target.context_limit)
     cache, _ = decoder.prefill(prompt)
     steps = list(decoder.decode(prompt, cache, sampler, stop))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
-from specens.decoding.types import TokenTree, chain_parents
+from specens.decoding.types import ROOT, TokenTree, chain_parents
 from specens.errors import UserError, one_line
 
 Layout = Literal["tree", "rows"]
@@ -24,12 +24,21 @@ class Target:
     """A causal language model, ready to score trees. Never modified.
 
     `origin` says how the model was loaded (whatever the loader left there), so that a drafter can be built from it.
+
+    With `exact_width`, every tree is scored as if it had that many nodes, the empty one of plain decoding too: the forwards of
+    both are then computed by the same kernels, and in half precision round alike far more often.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, origin: Any = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        origin: Any = None,
+        exact_width: int | None = None,
     ) -> None:
         self.model = model
+        self.exact_width = exact_width
         self.tokenizer = tokenizer
         self.origin = origin
         self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
@@ -123,6 +132,8 @@ class Target:
 
         One forward over [last committed token, nodes]. The cache then holds all of them, until it `accept`s a path.
         """
+        if self.exact_width is not None and layout == "tree":
+            return self._score_tree(cache, last_token, padded(tree, self.exact_width, last_token))[: len(tree) + 1]
         if len(tree) == 0:
             cache.open_tree()
             return self._forward(cache, [[last_token]], [[cache.length]])[0]
@@ -169,6 +180,18 @@ class Target:
         output = self.model(**inputs, cache=cache.states, use_cache=True)
         cache.hidden = {layer: output.hidden_states[layer] for layer in cache.hidden_layers}
         return output.logits
+
+
+def padded(tree: TokenTree, num_nodes: int, token: int) -> TokenTree:
+    """A tree of `num_nodes` nodes or more: the same, and then nodes that nobody proposed beside it, which see no other node."""
+    extra = max(num_nodes - len(tree), 0)
+    return replace(
+        tree,
+        token_ids=tree.token_ids + (token,) * extra,
+        parents=tree.parents + (ROOT,) * extra,
+        depths=tree.depths + (1,) * extra,
+        owners=tree.owners + (0,) * extra,
+    )
 
 
 def refuse_training_mode(model: PreTrainedModel, name: str) -> None:

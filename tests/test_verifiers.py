@@ -1,0 +1,268 @@
+"""Verifiers that draw otherwise than plain decoding, and the width of a forward. (The exact law: test_exact.py.)"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import test_laws as laws
+import torch
+from helpers import decode, plain_greedy
+
+import specens
+from specens.decoding.budget import FixedBudget
+from specens.decoding.sampling import KeyedNoise, Sampler, TreeAnswers
+from specens.decoding.target import LAYOUTS, Target
+from specens.decoding.types import ROOT, Draft, Drawn, Plan, TokenTree, chain_parents
+from specens.decoding.verify import PerRow, Residual, Typical, acceptance, residual
+from specens.drafters.ensemble import Ensemble
+from specens.drafters.lm import LanguageModel
+from specens.drafters.none import NoDrafter
+from specens.errors import UserError
+from specens.records import PromptRecord, frames_of
+from specens.tiny import random_model
+
+pytestmark = pytest.mark.laws
+
+model, other, _library = laws.model, laws.other, laws._library
+TEAMS = [name for name in laws.TEAMS if name != "quantized"]
+
+
+@pytest.fixture(scope="module")
+def double(model):
+    """The laws' target in float64, where a flip does not hang on rounding."""
+    return copy.deepcopy(model).double()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TEAMS)
+def test_greedy_text_is_plain_decodings_with_any_verifier(model, other, name, layout):
+    for prompt in laws.PROMPTS:
+        for verifier in (Residual(), Typical(), PerRow()):
+            output, _ = decode(
+                Target(model), laws.team(name, model, other), prompt, 12, layout=layout, verifier=verifier
+            )
+            assert output == plain_greedy(model, prompt, 12), verifier.name
+
+
+@pytest.mark.parametrize("budget", laws.BUDGETS)
+@pytest.mark.parametrize("name", TEAMS)
+def test_residual_accounts_balance_and_rows_are_trees(double, other, name, budget):
+    results = []
+    for prompt in laws.PROMPTS:
+        texts = [
+            decode(
+                Target(double),
+                laws.team(name, double, other),
+                prompt,
+                laws.COUNT,
+                layout=layout,
+                budget=laws.BUDGETS[budget],
+                seed=3,
+                verifier=Residual(),
+            )
+            for layout in LAYOUTS
+        ]
+        (output, steps), (by_rows, _) = texts
+        assert output == by_rows
+        assert len(output) == laws.COUNT == sum(step.num_accepted for step in steps) + len(steps)
+        assert all(step.num_nodes <= laws.BUDGETS[budget].max_nodes for step in steps)
+        results.append((PromptRecord(str(prompt), output_ids=output, decode_s=1.0, prefill_s=0.0), steps))
+    laws._accounts_balance(*frames_of(results))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_residual_accepts_all_of_a_drafter_with_the_targets_own_law(double, layout):
+    """Zero residual everywhere: probs / law is 1 but for rounding."""
+    for members in (
+        {"same": LanguageModel(double, 4)},
+        {"one": LanguageModel(double, 3), "two": LanguageModel(double, 4)},
+    ):
+        _, steps = decode(Target(double), Ensemble(members), [5, 6, 7], 40, layout=layout, seed=1, verifier=Residual())
+        assert [step.num_accepted for step in steps[:-1]] == [
+            4 if len(members) == 1 else step.num_accepted for step in steps[:-1]
+        ]
+        assert all(step.num_accepted >= 3 for step in steps[:-1])
+    assert all(
+        s.num_accepted >= 3
+        for s in decode(Target(double), laws.team("oracle", double, double), [5], 24, seed=2, verifier=Residual())[1][
+            :-1
+        ]
+    )
+
+
+def test_residual_text_depends_on_its_seed_and_prompt_key_alone(double, other):
+    target, drafter = Target(double), laws.team("ngram+lm+block+retrieval", double, other)
+
+    def text(prompt, seed=1, key="p"):
+        return decode(target, drafter, prompt, 12, seed=seed, prompt_key=key, verifier=Residual())[0]
+
+    first = [text(prompt) for prompt in laws.PROMPTS]
+    assert [text(prompt) for prompt in laws.PROMPTS[::-1]][::-1] == first
+    assert len({tuple(text([5, 6], seed, key)) for seed in (1, 2) for key in "ab"}) == 4
+
+
+def test_residual_without_drafts_is_plain_sampling(double):
+    assert (
+        decode(Target(double), NoDrafter(), [5, 6, 7], 20, seed=4, verifier=Residual())[0]
+        == decode(Target(double), NoDrafter(), [5, 6, 7], 20, seed=4)[0]
+    )
+
+
+def test_members_draw_with_independent_noise_and_tell_their_laws(double):
+    members = {"one": LanguageModel(double, 3, num_branches=2), "two": LanguageModel(double, 3)}
+    drafter, sampler = Ensemble(members), Sampler(noise=KeyedNoise(0, "p"), coupled=False)
+    drafter.bind(Target(double))
+    plan = Plan(3, 9, (Plan(3, 6), Plan(3, 3)))
+    differ = 0
+    for seed in range(8):
+        drafter.start([5, 6, seed])
+        draft = drafter.propose([5, 6, seed], plan, sampler.fork(f"step {seed}"))
+        assert len(draft) == 9 and all(law is not None for law in draft.laws)
+        for token, law in zip(draft.token_ids, draft.laws, strict=True):
+            assert law.dtype == torch.float64 and float(law.sum()) == pytest.approx(1, abs=1e-12) and law[token] > 0
+        chain, beside = draft.token_ids[0], draft.token_ids[3]
+        assert draft.laws[3][chain] == 0 and beside != chain, "drawn without the chain's own token"
+        assert torch.allclose(draft.laws[0], draft.laws[6]), "the same model, at the same prefix"
+        differ += draft.token_ids[0] != draft.token_ids[6]
+        drafter.start([5, 6, seed])
+        again = drafter.propose([5, 6, seed], plan, sampler.fork(f"step {seed}"))
+        assert again.token_ids == draft.token_ids
+    assert differ >= 4, "equal laws, but not equal draws"
+    drafter.start([5, 6, 7])
+    greedy = drafter.propose([5, 6, 7], plan, Sampler(coupled=False))
+    assert greedy.laws == () and greedy.token_ids[0] == greedy.token_ids[6]
+
+
+def test_residual_of_equal_laws_and_of_tokens_that_cannot_be():
+    probs = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    assert torch.equal(residual(probs, probs), probs)
+    assert torch.equal(residual(probs, probs * (1 + 1e-16)), probs)
+    law = torch.tensor([0.2, 0.0, 0.8], dtype=torch.float64)
+    assert acceptance(probs, law, 2) == 0 and acceptance(probs, law, 0) == 1 and acceptance(probs, law, 1) == 1
+    assert torch.allclose(residual(probs, law), torch.tensor([0.375, 0.625, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_residual_in_half_precision_has_no_nan_and_accepts_the_targets_own_law(dtype, layout):
+    half = random_model(vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3).to(dtype)
+    members = {"same": LanguageModel(half, 4), "ngram": laws.team("ngram", half, half)}
+    accepted = steps_made = 0
+    for seed in range(4):
+        output, steps = decode(
+            Target(half), Ensemble(members), [5, 6, 7], 32, layout=layout, seed=seed, verifier=Residual()
+        )
+        assert len(output) == 32
+        accepted += sum(step.members[0].num_matched for step in steps[:-1])
+        steps_made += len(steps) - 1
+    assert accepted / steps_made > 3.6, "of 4: rounding may cost one now and then"
+
+
+def tree_of(*tokens: int, draws=()) -> TokenTree:
+    parents = chain_parents(len(tokens))
+    return TokenTree(tokens, parents, tuple(range(1, len(tokens) + 1)), (1,) * len(tokens), draws)
+
+
+class Told:
+    """Answers from a list of laws, with coins that fall as told."""
+
+    def __init__(self, laws_, coins=(), choices=()):
+        self.laws_, self.coins, self.choices, self.asked = laws_, list(coins), list(choices), []
+
+    def pick(self, node):
+        return int(self.laws_[node + 1].argmax())
+
+    def probs(self, node):
+        return self.laws_[node + 1]
+
+    def flip(self, node, probability, turn):
+        self.asked.append((node, round(probability, 9), turn))
+        return self.coins.pop(0)
+
+    def choice(self, node, probs):
+        self.asked.append((node, [round(p, 9) for p in probs.tolist()]))
+        return self.choices.pop(0)
+
+
+def law(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def test_residual_by_hand():
+    """Two draws of one token: the second test is lost, and its residual is taken all the same."""
+    draws = (Drawn(0, 0, law(0.8, 0.1, 0.1)), Drawn(0, 1, law(0.5, 0.3, 0.2)))
+    told = Told([law(0.4, 0.4, 0.2), law(0, 0, 1.0)], coins=[False, False], choices=[1])
+    verdict = Residual()(tree_of(0, draws=draws), told)
+    assert (verdict.path, verdict.target_token) == ((), 1)
+    left = [0.0, 0.3 / 0.4, 0.1 / 0.4]
+    second = [0.0, left[1] - 0.3, left[2] - 0.2]
+    total = sum(second)
+    assert told.asked == [
+        (ROOT, 0.5, 0),
+        (ROOT, 0.0, 1),
+        (ROOT, [0.0, round(second[1] / total, 9), round(second[2] / total, 9)]),
+    ]
+
+
+def test_typical_takes_the_longest_run_above_the_threshold_and_the_likelier_of_two():
+    tree = TokenTree((0, 1, 2, 0), (-1, -1, 0, 1), (1, 1, 2, 2), (1, 1, 1, 1))
+    flat, sharp = law(0.5, 0.4, 0.1), law(0.05, 0.05, 0.9)
+    answers = Told([flat, sharp, law(0.8, 0.1, 0.1), flat, law(0.1, 0.2, 0.7)])
+    verdict = Typical()(tree, answers)
+    assert verdict.path == (0, 2), "0.5 * 0.9 against 0.4 * 0.8"
+    assert verdict.target_token == 0
+    assert Typical(epsilon=0.95, delta=1.0)(tree, answers).path == (0, 2)
+    assert Typical(epsilon=0.45, delta=1.0)(TokenTree((2,), (-1,), (1,), (1,)), answers).path == ()
+    for bad in ({"epsilon": 0}, {"delta": 2}, {"epsilon": "x"}):
+        with pytest.raises(UserError, match=f"verifier.{next(iter(bad))}="):
+            Typical(**bad)
+
+
+def test_members_that_cannot_tell_their_laws_are_refused_where_laws_are_needed(model):
+    class Mute(laws.Fake):
+        def __init__(self):
+            super().__init__(lambda context: [], "mute")
+            self.members = (replace(self.members[0], coupled_only=True),)
+
+    specens.attach(model, drafters={"mute": Mute()})
+    with pytest.raises(UserError, match=r"drafter mute: cannot say from which law .*; use verifier=coupled"):
+        specens.attach(model, drafters={"ngram": "ngram", "mute": Mute()}, verifier=Residual())
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_exact_width_changes_no_text_and_no_cache(double, other, seed):
+    plain = {tuple(p): decode(Target(double), NoDrafter(), p, 16, seed=seed)[0] for p in laws.PROMPTS}
+    target = Target(double, exact_width=6)
+    for name in ("none", "bushy+ngram", "oracle", "ngram+distilled+block+heads+wrong"):
+        for prompt in laws.PROMPTS:
+            output, steps = decode(target, laws.team(name, double, other), prompt, 16, budget=FixedBudget(6), seed=seed)
+            assert output == plain[tuple(prompt)]
+            assert all(step.num_nodes <= 6 for step in steps)
+
+
+def test_exact_width_scores_a_chain_bit_for_bit_like_plain_decoding():
+    """In bfloat16, where forwards of another width round otherwise. (Up to a length of 16, where a new vector begins.)"""
+    half = random_model(vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3).to(torch.bfloat16)
+    target, prompt, chain = Target(half, exact_width=4), [5, 6, 7, 8, 9], [11, 12, 13, 14]
+    scored = target.score(target.prefill(prompt), prompt[-1], tree_of(*chain), "tree")
+    assert scored.shape[0] == 5
+    cache, one_by_one = target.prefill(prompt), []
+    for last in (prompt[-1], *chain):
+        one_by_one.append(target.score(cache, last, TokenTree(), "tree"))
+        assert one_by_one[-1].shape[0] == 1
+        cache.accept(())
+    assert torch.equal(scored, torch.cat(one_by_one))
+
+
+def test_answers_count_positions_by_depth():
+    """A node's noise is that of the position after it, whatever its place in the tree."""
+    tree = TokenTree((1, 2, 3), (-1, -1, 0), (1, 1, 2), (1, 1, 1))
+    logits = torch.zeros(4, 5)
+    answers = TreeAnswers(Sampler(noise=KeyedNoise(0, "p")), [0, 0], tree, logits)
+    sampler = Sampler(noise=KeyedNoise(0, "p"))
+    assert answers.pick(ROOT) == sampler.pick([0, 0], logits[0])
+    assert answers.pick(0) == answers.pick(1) == sampler.pick([0, 0, 1], logits[0])
+    assert answers.pick(2) == sampler.pick([0, 0, 1, 3], logits[0])
+    assert Draft.chain([1]).laws == ()

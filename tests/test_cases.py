@@ -34,7 +34,7 @@ from specens.decoding.sampling import KeyedNoise, Sampler, TreeAnswers
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
 from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
-from specens.decoding.verify import Coupled
+from specens.decoding.verify import Coupled, Residual, Verifier, acceptance, residual
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
@@ -568,15 +568,54 @@ def test_b16_the_ngram_size_reaches_the_drafter(job: Job) -> None:
 # C. Sampling
 
 
-def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probability() -> None:
+P, Q = (
+    torch.tensor([0.6, 0.2, 0.1, 0.1], dtype=torch.float64),
+    torch.tensor([0.7, 0.2, 0.05, 0.05], dtype=torch.float64),
+)
+
+
+def test_b17_the_residual_is_normalised_and_never_empty() -> None:
+    """min(p, q) is accepted, and the rest comes from (p - q)+ over its sum; equal laws leave the target's own."""
+    accepted = sum(float(Q[x]) * acceptance(P, Q, x) for x in range(4))
+    assert accepted == pytest.approx(0.9, abs=1e-12)
+    left = residual(P, Q)
+    assert left.tolist() == pytest.approx([0, 0, 0.5, 0.5], abs=1e-12)
+    law = [float(Q[x]) * acceptance(P, Q, x) + (1 - accepted) * float(left[x]) for x in range(4)]
+    assert law == pytest.approx(P.tolist(), abs=1e-12)
+    assert torch.equal(residual(P, P.clone()), P) and all(acceptance(P, P, x) == 1 for x in range(4))
+
+
+@pytest.mark.parametrize("drawn_from", ["argmax", "temperature", "top_k"])
+def test_b18_a_draw_is_tested_with_the_law_it_was_drawn_from(drawn_from: str) -> None:
+    """However a drafter draws: told by the law of that very draw, or as certain, the text keeps the target's law."""
+    laws = {
+        "argmax": None,
+        "temperature": (Q.log() / 0.7).softmax(-1),
+        "top_k": Q.log().masked_fill(Q < 0.2, -torch.inf).softmax(-1),
+    }
+    law, logits = laws[drawn_from], P.log().expand(2, 4)
+    count, first = 12_000, Counter()
+    for seed in range(count):
+        sampler = Sampler(noise=KeyedNoise(seed, "p"), coupled=False)
+        drafter = sampler.fork("step 1").fork("lm")
+        token = 0 if law is None else drafter.draw([0], law.log())[0][0]
+        tree = merge(Draft.chain([token], () if law is None else (law,)), Plan(1, 1))
+        verdict = Residual()(tree, TreeAnswers(sampler, [0], tree, logits))
+        first[token if verdict.path else verdict.target_token] += 1
+    for token in range(4):
+        assert first[token] / count == pytest.approx(float(P[token]), abs=0.018)  # 4 standard deviations
+
+
+@pytest.mark.parametrize("verifier", [Coupled(), Residual()], ids=lambda verifier: verifier.name)
+def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probability(verifier: Verifier) -> None:
     """p = (.5, .3, .2) and the draft says token 1: accepted in .3 of the runs, and the law of the output stays p."""
     probs = torch.tensor([0.5, 0.3, 0.2])
     tree = merge(Draft.chain([1]), Plan(1, 1))
     logits = probs.log().expand(2, 3)
     count, accepted, first = 12_000, 0, Counter()
     for seed in range(count):
-        sampler = Sampler(noise=KeyedNoise(seed, "p"))
-        verdict = Coupled()(tree, TreeAnswers(sampler, [0], tree, logits))
+        sampler = Sampler(noise=KeyedNoise(seed, "p"), coupled=verifier.coupled)
+        verdict = verifier(tree, TreeAnswers(sampler, [0], tree, logits))
         accepted += len(verdict.path)
         first[1 if verdict.path else verdict.target_token] += 1
     assert accepted / count == pytest.approx(0.3, abs=0.016)  # 3.8 standard deviations
@@ -596,7 +635,8 @@ def _a_or_e(prefix: Sequence[int]) -> list[float]:
     return scores
 
 
-def test_b20_several_drafters_do_not_bias_the_first_token() -> None:
+@pytest.mark.parametrize("verifier", [Coupled(), Residual()], ids=lambda verifier: verifier.name)
+def test_b20_several_drafters_do_not_bias_the_first_token(verifier: Verifier) -> None:
     """Three rows begin with A and one with E, the target gives half to each: A comes first in half of the runs."""
     target = ScriptedTarget(_a_or_e, 8)
     draft = Ensemble({name: Fake(lambda _, row=row: row) for name, row in ROWS.items()}).propose(
@@ -606,7 +646,7 @@ def test_b20_several_drafters_do_not_bias_the_first_token() -> None:
     logits = target.score(target.prefill([0]), 0, tree, "tree")
     count, first, lengths = 10_000, Counter(), Counter()
     for seed in range(count):
-        verdict = Coupled()(tree, TreeAnswers(Sampler(noise=KeyedNoise(seed, "p")), [0], tree, logits))
+        verdict = verifier(tree, TreeAnswers(Sampler(noise=KeyedNoise(seed, "p")), [0], tree, logits))
         emitted = [*(tree.token_ids[n] for n in verdict.path), verdict.target_token]
         first[emitted[0]] += 1
         lengths[len(verdict.path)] += 1

@@ -826,6 +826,8 @@ def test_b31_padded_and_shortened_vocabularies_draft_and_stay_lossless(tiny: Any
         assert new == plain
         rates.append(sum(step.num_accepted for step in steps) / max(sum(step.num_nodes for step in steps), 1))
     assert max(rates) > 0.5
+    _, tested = decode(tiny, LanguageModel(small), PROMPT, 60, seed=0, verifier=Residual())
+    assert sum(step.num_accepted for step in tested) / sum(step.num_nodes for step in tested) > 0.5
     beyond = [126, 127, 126]  # ids that the short one does not know
     new, steps = decode(tiny, LanguageModel(small), beyond, 10)
     assert new == plain_greedy(tiny, beyond, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -254,6 +255,42 @@ def test_exact_width_scores_a_chain_bit_for_bit_like_plain_decoding():
         assert one_by_one[-1].shape[0] == 1
         cache.accept(())
     assert torch.equal(scored, torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processors_and_stop_rules_hold_at_every_node_under_residual(model, tokenizer, layout):
+    """A drafter that says what the target would say without them, and one that obeys them."""
+    target = random_model(seed=3)
+    spec = specens.attach(
+        target,
+        tokenizer,
+        {
+            "same": LanguageModel(target, 4),
+            "wild": laws.Fake(lambda context: [1, 70, 70, 1], "wild", 4),
+            "ngram": "ngram",
+        },
+        verifier=Residual(),
+        layout=layout,
+    )
+    prompt = torch.tensor([tokenizer.encode("abcabc")])
+    accepted = 0
+    for seed in range(6):
+        options = {"do_sample": True, "max_new_tokens": 24, "seed": seed, "eos_token_id": 1, "top_k": 0}
+        new = spec.generate(prompt, **options, min_new_tokens=12, bad_words_ids=[[70]], no_repeat_ngram_size=2)[0, 6:]
+        ids = new.tolist()
+        assert 70 not in ids and 1 not in ids[:12] and len(ids) >= 12
+        whole = [*prompt[0].tolist(), *ids]
+        pairs = list(itertools.pairwise(whole))
+        assert len(set(pairs[2:])) == len(pairs[2:]), "of the prompt's own pairs one is there twice"
+        accepted += sum(step.num_accepted for step in spec._done[-1].steps)
+    assert accepted > 30
+    stop = tokenizer.decode([40])
+    texts = [
+        spec.generate(prompt, do_sample=True, max_new_tokens=60, seed=s, stop_strings=[stop])[0, 6:].tolist()
+        for s in range(9)
+    ]
+    ended = [ids for ids in texts if 40 in ids]
+    assert ended and all(ids.index(40) == len(ids) - 1 for ids in ended)
 
 
 def test_answers_count_positions_by_depth():

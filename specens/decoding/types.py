@@ -88,6 +88,8 @@ class Draft:
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.owners)} owners")
         if len(self.laws) not in (0, len(self.token_ids)):
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.laws)} laws")
+        if all(law is None for law in self.laws):
+            object.__setattr__(self, "laws", ())
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], laws: Sequence[Any] = ()) -> Draft:

@@ -82,8 +82,7 @@ class Ensemble:
             laws += draft.laws or [None] * len(draft)
             owners += [first_owner + draft.owner(node) for node in range(len(draft))]
             seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
-        told = tuple(laws) if any(law is not None for law in laws) else ()
-        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), told)
+        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), tuple(laws))
 
     def observe(self, commit: Commit) -> None:
         for drafter in self._drafters.values():

@@ -104,7 +104,7 @@ class LanguageModel:
         chain = [(*row[0], depth - 1) for depth, row in enumerate(drawn)]
         beside = [(*entry, depth - 1) for depth, row in enumerate(drawn) for entry in row[1:]]
         tokens, laws, parents = zip(*chain, *beside, strict=True) if drawn else ((), (), ())
-        return Draft(tokens, parents, laws=laws if sampler.tells_laws else ())
+        return Draft(tokens, parents, laws=laws)
 
     @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:

@@ -47,7 +47,7 @@ class Oracle:
         drafted = ids[len(context_ids) :]
         if self._wrong:
             return Draft.chain([(token + 1) % self._target.vocab_size for token in drafted])
-        return Draft.chain(drafted, laws if sampler.tells_laws else ())
+        return Draft.chain(drafted, laws)
 
     def _next_logits(self, cache: KVCache, last_token: int) -> torch.Tensor:
         logits = self._target.score(cache, last_token, TokenTree(), "tree")[0]

@@ -66,8 +66,9 @@ class Draft:
     node i (empty: all by member 0) and `seconds[d]` the time member d took (empty: not measured).
 
     `laws[i]` is the distribution `[vocab]` that node i was really drawn from, given the path to it and its earlier siblings;
-    None for a token that was not drawn (empty: none was). Only verifiers that test drafts want it, and leaving it out is
-    always safe: a draw whose law is not told counts as certain, and is accepted less often.
+    None for a token that was not drawn (empty: none was). Only verifiers that test drafts want it, and leaving it out of a whole
+    draft is always safe: a draw whose law is not told counts as certain, and is accepted less often. (A member that looks at
+    another's draw must not let it decide how many nodes it proposes: nodes count when a budget is short.)
     """
 
     token_ids: tuple[int, ...] = ()

@@ -54,7 +54,7 @@ from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import LAYOUTS
 from specens.decoding.types import Draft
-from specens.decoding.verify import Coupled, Residual
+from specens.decoding.verify import Block, Coupled, Residual
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
@@ -298,6 +298,43 @@ def test_logits_of_low_precision_are_the_law_that_they_are(dtype):
     for names, verifier in itertools.product(itertools.permutations(members), VERIFIERS):
         check(target, Ensemble({name: members[name] for name in names}), verifier)
     assert check(target, sampled(target._logits), Residual()) == pytest.approx(2, abs=1e-12)
+
+
+# Block verification: of one member's drawn row, and of anything else as Residual does it.
+
+ROWS = ("row", "same", "disjoint", "narrow", "parallel", "short", "draw")
+
+
+@pytest.mark.parametrize("names", [*ROWS, "below", "before", "twice_deep", "row+lookup", "draw+draw", "untold+draw"])
+def test_block_verification_keeps_the_targets_law(names):
+    for target in TARGETS.values():
+        for order, layout in itertools.product(orders(names.split("+")), LAYOUTS):
+            if layout == "tree" or target is TARGETS["model"]:
+                check(target, team(order, target), Block(), layout=layout)
+    target, drafter = TARGETS["table"], team(names.split("+"), TARGETS["table"])
+    for budget, eos in itertools.product(BUDGETS, ((), (2,), (0, 1))):
+        check(target, drafter, Block(), budget=BUDGETS[budget], eos=eos)
+    for processors in PROCESSORS.values():
+        check(target, drafter, Block(), processors=processors)
+    law, wanted = decoder_law(target, drafter, Block(), count=3, eos=(2,))
+    ERRORS.append(distance(law, wanted))
+    assert ERRORS[-1] < LIMIT
+
+
+def test_block_verification_accepts_more_of_a_row_and_never_less():
+    gains = []
+    for seed in range(8):
+        target, drafter = Tables(table(seed)), sampled(table(50 + seed), 3)
+        gains.append(check(target, drafter, Block()) - check(target, drafter, Residual()))
+    assert min(gains) > -1e-12 and max(gains) > 0.01
+
+
+def test_block_verification_of_the_papers_example():
+    """p = (1/3, 2/3), q = (2/3, 1/3) at every place, a row of two: 11/9 accepted where token by token it is 10/9."""
+    target = Tables(lambda prefix: torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).log())
+    drafter = sampled(lambda prefix: torch.tensor([2 / 3, 1 / 3], dtype=torch.float64).log())
+    assert check(target, drafter, Residual()) == pytest.approx(10 / 9)
+    assert check(target, drafter, Block()) == pytest.approx(11 / 9)
 
 
 # The whole loop.

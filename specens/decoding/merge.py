@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from specens.decoding.types import ROOT, Draft, Drawn, Plan, TokenTree, depths_of
+from specens.decoding.types import ROOT, Draft, Drawn, Plan, TokenTree, chain_parents, depths_of
 
 
 def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
@@ -52,8 +52,15 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
         place.append(node)
         if draft.laws and draft.laws[index] is not None:
             draws.append(Drawn(node, owner, draft.laws[index]))
-    tree = TokenTree(tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners), tuple(draws))
+    tree = TokenTree(
+        tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners), tuple(draws), _is_drawn_row(draft)
+    )
     return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
+
+
+def _is_drawn_row(draft: Draft) -> bool:
+    is_chain = draft.parents == chain_parents(len(draft))
+    return is_chain and len(set(draft.owners)) < 2 and bool(draft.laws) and None not in draft.laws
 
 
 def _cut(tree: TokenTree, turns: Sequence[int], num_nodes: int) -> TokenTree:

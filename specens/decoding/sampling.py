@@ -202,7 +202,8 @@ class TreeAnswers:
         return self._sampler.probs(self._prefix(node), self._logits[node + 1])
 
     def flip(self, node: int, probability: float, turn: int) -> bool:
-        return self._sampler.flip(self._position(node), probability, turn)
+        # Coins are the step's own: a verifier may flip some at positions that it then does not emit.
+        return self._sampler.flip(len(self._context), probability, turn * (len(self._tree) + 1) + node + 1)
 
     def choice(self, node: int, probs: torch.Tensor) -> int:
         return self._sampler.choice(self._position(node), probs)

@@ -119,7 +119,7 @@ class TokenTree:
     exact path from the last committed token to node i. Parents stand before their children.
 
     `draws` are the drawn tokens in the order in which they were drafted, which is fixed before anyone sees them; two draws
-    of one token are one node, but two draws.
+    of one token are one node, but two draws. `is_drawn_row`: all that was drafted is one chain of draws by one member.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -127,6 +127,7 @@ class TokenTree:
     depths: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     draws: tuple[Drawn, ...] = ()
+    is_drawn_row: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -122,6 +122,42 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Block verification (Sun et al., arXiv 2403.10444, Algorithm 2) of a draft that is one drawn row: its tokens are judged
+    together, and the longest beginning that passes is kept, which accepts more of them than testing one after another. Any
+    other draft, of several members or with certain tokens, is verified like `Residual` does it (where judging whole rows jointly
+    accepts less, as rows then cannot share a beginning; see experiments/08-proof).
+    """
+
+    name = "block"
+    lossless = True
+    coupled = False
+
+    def __call__(self, tree: TokenTree, answers: Answers) -> Verdict:
+        if not tree.is_drawn_row:
+            return Residual()(tree, answers)
+        path, kept = tuple(range(len(tree))), 0
+        left = probs = answers.probs(ROOT)
+        weight = 1.0  # a_i: how much of the row's probability is wanted
+        for i, drawn in enumerate(tree.draws):
+            ratio = float(probs[tree.token_ids[i]]) / max(float(drawn.law[tree.token_ids[i]]), 1e-300)
+            weight = min(1.0, weight * ratio)
+            probs = answers.probs(i)
+            if i + 1 < len(tree):
+                rest = (weight * probs - tree.draws[i + 1].law).clamp_min(0)
+                total = float(rest.sum())
+                passes = total / (total + 1 - weight) if total + 1 - weight > 0 else 1.0
+                rest = rest / total if total > 0 else probs
+            else:
+                passes, rest = weight, probs
+            if answers.flip(i, passes, 0):  # no early end: a later beginning may pass where this one does not
+                kept, left = i + 1, rest
+        if kept == 0:
+            left = residual(left, tree.draws[0].law)
+        return Verdict(path[:kept], answers.choice(kept - 1, left))
+
+
+@dataclass(frozen=True)
 class Typical:
     """Lossy. Accepts a token whose probability is above min(epsilon, delta * exp(-entropy)), and of all runs of accepted
     tokens keeps the longest, the likelier of two as long: Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section

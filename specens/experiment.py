@@ -30,7 +30,7 @@ from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
 from specens.screen import Screen
-from specens.speculator import Completion, Speculator
+from specens.speculator import Completion, Speculator, check_laws
 from specens.text import token_pieces
 from specens.trackers import Tracker
 
@@ -61,6 +61,7 @@ class Job:
             raise UserError(f"trace={self.trace}: only trace=steps is supported")
         if not isinstance(self.baseline, bool):
             raise UserError(f"baseline={self.baseline!r}: give true or false")
+        check_laws(self.verifier, self.drafter)
         if self.exact_width is not None:
             check_exact_width(self.exact_width, self.layout, self.budget)
         self.target.check()

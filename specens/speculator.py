@@ -48,11 +48,7 @@ class Speculator:
     def __init__(self, decoder: Decoder, *, seed: int = 0) -> None:
         if decoder.layout not in LAYOUTS:
             raise UserError(f"layout={decoder.layout}: choose one of {', '.join(LAYOUTS)}")
-        for member in () if decoder.verifier.coupled else decoder.drafter.members:
-            if member.coupled_only:
-                raise UserError(
-                    f"drafter {member.name}: cannot say from which law it draws its tokens; use verifier=coupled"
-                )
+        check_laws(decoder.verifier, decoder.drafter)
         decoder.target.check_layout(decoder.layout)
         if decoder.drafter.members:
             self_check(decoder.target, decoder.layout)
@@ -147,6 +143,16 @@ class Speculator:
             for number, done in enumerate(self._done)
         ]
         return drafter_table(summarise(*frames_of(rows)))
+
+
+def check_laws(verifier: Verifier, drafter: Drafter) -> None:
+    """Refuse a drafter that cannot say from which law it draws, where the verifier has to know."""
+    for member in () if verifier.coupled else drafter.members:
+        if member.coupled_only:
+            raise UserError(
+                f"drafter {member.name}: cannot say from which law it draws its tokens, which verifier={verifier.name} "
+                "has to know; use verifier=coupled"
+            )
 
 
 @contextmanager

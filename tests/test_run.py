@@ -368,6 +368,35 @@ def test_b42_without_drafters_a_run_is_plain_decoding_and_its_rates_are_empty(tm
     assert summary["num_identical"] == 2
 
 
+# Verifiers that draw otherwise than plain decoding
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "residual", "block", "typical", "per_row"])
+def test_a_run_claims_identity_only_where_it_was_tested_and_names_what_is_lossy(tmp_path, capsys, verifier):
+    words = [f"verifier={verifier}", "drafter=ngram", "baseline=true"]
+    sampled = smoke(tmp_path / "sampled", *words, "sampling.temperature=1")
+    greedy = smoke(tmp_path / "greedy", *words)
+    is_lossy = verifier in ("typical", "per_row")
+    assert greedy["num_identical"] == 2, "at temperature 0 all of them are the target's own"
+    assert sampled["num_identical"] == (2 if verifier == "coupled" else None)
+    assert sampled["speedup"] is not None
+    text = "".join(capsys.readouterr())
+    page = (tmp_path / "sampled" / "report.html").read_text(encoding="utf-8")
+    for summary in (sampled, greedy):
+        assert (summary["verifier"], summary["lossy"]) == (verifier, is_lossy)
+    assert (f"LOSSY: verifier={verifier}" in text) == is_lossy
+    assert (f"lossy verifier ({verifier})" in page) == is_lossy
+    rows = load(tmp_path / "sampled").prompts
+    assert rows["is_identical"].isna().all() == (verifier != "coupled")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_width_runs_both_ways_and_in_half_precision(tmp_path, dtype):
+    words = ["exact_width=8", "budget.max_nodes=8", f"target.dtype={dtype}", "drafter=ngram"]
+    summary = smoke(tmp_path / "run", *words)
+    assert summary["num_failed"] == 0 and summary["num_identical"] == 2
+
+
 # Refused before a model is loaded
 
 
@@ -389,6 +418,11 @@ def test_b42_without_drafters_a_run_is_plain_decoding_and_its_rates_are_empty(tm
         (["target.dtype=float8"], ["dtype", "float8"]),
         (["target.quantization=int3"], ["quantization", "int3"]),
         (["+sampling.num_beams=4"], ["num_beams"]),
+        (["exact_width=0"], ["exact_width", "0"]),
+        (["exact_width=16"], ["exact_width=16", "64 nodes", "budget.max_nodes=16"]),
+        (["exact_width=64", "layout=rows"], ["exact_width", "layout=rows", "layout=tree"]),
+        (["verifier=typical", "verifier.epsilon=0"], ["verifier.epsilon", "0"]),
+        (["drafter=universal", "model@drafter.model=tiny", "verifier=residual"], ["universal", "verifier=coupled"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )

@@ -100,6 +100,13 @@ def audit_folder(config: DictConfig, folder: Path, options: Any, screen: Screen)
     )  # of plain decoding too, in such a run: of whatever the audit asks the target
     target = Target(loaded.model, loaded.tokenizer, origin=spec, exact_width=exact_width)
     speculator = Speculator(Decoder(target, drafter, budget, verifier, plain["layout"]))
+    for text in written.texts:
+        beyond = [token for token in (*text.prompt_ids, *text.output_ids) if not 0 <= token < target.vocab_size]
+        if beyond:
+            raise UserError(
+                f"run={folder}: prompt {text.prompt_id} has token {beyond[0]}, the target has the ids "
+                f"0..{target.vocab_size - 1}; prompts.parquet was changed, or belongs to another target"
+            )
     own = sampling.generation_config(target)
     texts = chosen(written.texts, options.num_prompts)
     num_chosen = len(texts)
@@ -123,12 +130,21 @@ def audit_folder(config: DictConfig, folder: Path, options: Any, screen: Screen)
         "lossy": not verifier.lossless,
         "layout": plain["layout"],
         "exact_width": exact_width,
+        "status": status_of(folder),
         "how": f"sampling at temperature {sampling.temperature:g}" if own.do_sample else "greedy",
     }
     done = Audit(str(folder), subject, options, written, num_chosen, found, sampled)
     write(folder / "audit.json", json.dumps(done.content(), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     write(folder / "audit.txt", done.page())
     return done
+
+
+def status_of(folder: Path) -> str:
+    """How the run ended, by its summary.json."""
+    try:
+        return str(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("status"))
+    except (OSError, ValueError, AttributeError):
+        return "nothing, or it is missing"
 
 
 def more_texts(speculator: Any, config: Any, texts: Sequence[Any], num_tokens: int, screen: Screen) -> tuple[Any, ...]:

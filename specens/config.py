@@ -96,9 +96,9 @@ def _locate(name: str) -> Any:
     return found
 
 
-def drafter_named(name: str) -> Any:
-    """The drafter of a file in conf/drafter."""
-    known = sorted(path.stem for path in (Path(CONF_DIR) / "drafter").glob("*.yaml"))
+def named(group: str, name: str) -> Any:
+    """What a file in conf/<group> describes, such as a drafter or a verifier."""
+    known = sorted(path.stem for path in (Path(CONF_DIR) / group).glob("*.yaml"))
     if name not in known:
-        raise UserError(f"drafter {name!r}: choose one of {', '.join(known)}")
-    return build(compose([f"drafter={name}"]).drafter)
+        raise UserError(f"{group} {name!r}: choose one of {', '.join(known)}")
+    return build(compose([f"{group}={name}"])[group])

@@ -86,6 +86,7 @@ def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Scre
         "error": None,
         "verifier": job.verifier.name,
         "lossy": not job.verifier.lossless,
+        "exact_width": job.exact_width,
         "environment": {},
     }
     try:

@@ -76,12 +76,14 @@ class Screen:
         ]
         if summary["speedup"] is not None:
             plain = _number(summary["baseline_tokens_per_s"], ".1f")
-            parts.append(f"{summary['speedup']:.2f}x of plain decoding ({plain} tok/s)")
+            width = summary.get("exact_width")
+            also = f" at exact_width={width} too" if width is not None else ""
+            parts.append(f"{summary['speedup']:.2f}x of plain decoding{also} ({plain} tok/s)")
         if summary["num_identical"] is not None:
             parts.append(f"identical {summary['num_identical']}/{summary['num_prompts'] - summary['num_failed']}")
         parts.append(f"time outside drafting and verifying {_number(summary['host_fraction'], '.1%')}")
         if summary["lossy"]:
-            parts.append(f"LOSSY (verifier={summary['verifier']}): not the target's own text")
+            parts.append(f"LOSSY (verifier={summary['verifier']}): need not be the target's own text")
         if summary["num_failed"]:
             parts.append(f"{summary['num_failed']} of {summary['num_prompts']} prompts FAILED")
         self.say(", ".join(parts))

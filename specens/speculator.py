@@ -178,18 +178,22 @@ def attach(
     drafters: Any = "ngram",
     *,
     budget: Budget | None = None,
-    verifier: Verifier | None = None,
+    verifier: Verifier | str | None = None,
     layout: Layout = "tree",
     seed: int = 0,
 ) -> Speculator:
     """Plug drafters into `model`.
 
     `drafters` is one drafter or several, as a sequence or as a mapping from names: each a Drafter, a causal language model
-    with the target's vocabulary, or the name of a file in conf/drafter, such as "ngram" or "quantized".
+    with the target's vocabulary, or the name of a file in conf/drafter, such as "ngram" or "quantized". `verifier` is one, or the
+    name of a file in conf/verifier, such as "residual".
     """
-    decoder = Decoder(
-        Target(model, tokenizer), _ensemble(drafters), budget or FixedBudget(), verifier or Coupled(), layout
-    )
+    rule = verifier or Coupled()
+    if isinstance(rule, str):
+        from specens.config import named
+
+        rule = named("verifier", rule)
+    decoder = Decoder(Target(model, tokenizer), _ensemble(drafters), budget or FixedBudget(), rule, layout)
     return Speculator(decoder, seed=seed)
 
 
@@ -212,9 +216,9 @@ def _ensemble(drafters: Any) -> Drafter:
 
 def _drafter(entry: Any, name: str) -> Drafter:
     if isinstance(entry, str):
-        from specens.config import drafter_named
+        from specens.config import named
 
-        return drafter_named(entry)
+        return named("drafter", entry)
     if isinstance(entry, PreTrainedModel):
         return LanguageModel(entry, name=name)
     if isinstance(entry, Drafter) and not isinstance(entry, type):  # a class has the names too

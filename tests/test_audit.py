@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import Fake, plain_greedy
@@ -48,6 +51,7 @@ from specens.evidence.law import (
     SUPPORT,
     SURPRISE,
     Term,
+    drawn_by,
     first_proposals,
     functions,
     is_rejected,
@@ -470,10 +474,11 @@ def test_moments_and_functions_of_a_hand_made_law():
     probs = torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)
     law = torch.tensor([0.2, 0.8, 0.0, 0.0], dtype=torch.float64)
     draft = Draft((1, 2, 3, 0), (-1, 0, -1, -1), (0, 0, 1, 1), laws=(law, law, None, None))
-    laws, certain = first_proposals(draft)
-    assert set(laws) == {0} and certain == {1: [3, 0]}
+    laws, drawn, certain = first_proposals(draft)
+    assert set(laws) == {0} and drawn == {0: 1} and certain == {1: [3, 0]}
     found = functions(probs, draft, (Member("a", 1, 1), Member("b", 1, 1)))
-    assert list(found) == [SURPRISE, BEST, FAVOURED, SUPPORT, "log q of a", "b is certain of it"]
+    assert list(found) == [SURPRISE, BEST, FAVOURED, SUPPORT, "log q of a", drawn_by("a"), "b is certain of it"]
+    assert found[drawn_by("a")].tolist() == [0, 1, 0, 0]
     assert found[BEST].tolist() == [1, 0, 0, 0]
     assert found[FAVOURED].tolist() == [0, 1, 0, 1]  # the last one is 0 under both
     assert found["b is certain of it"].tolist() == [1, 0, 0, 1]
@@ -500,8 +505,8 @@ def decoder_of(model, drafter, verifier=None) -> Decoder:
     return Speculator(Decoder(Target(model), drafter, FixedBudget(), verifier or Coupled(), "tree")).decoder
 
 
-def sampled(decoder: Decoder, num_texts: int, length: int, seed: int) -> Evidence:
-    config = SamplingOptions(max_new_tokens=length, temperature=1.0, top_k=8).generation_config(decoder.target)
+def sampled(decoder: Decoder, num_texts: int, length: int, seed: int, top_k: int = 8) -> Evidence:
+    config = SamplingOptions(max_new_tokens=length, temperature=1.0, top_k=top_k).generation_config(decoder.target)
     texts = []
     for number in range(num_texts):
         prompt = (3 + number % 7, 5, 8)
@@ -544,6 +549,60 @@ def test_biased_text_is_rejected_and_the_control_shows_that_it_would_be(tiny, te
     assert is_rejected(honest.control) and honest.num_contested > 0.9 * honest.num_tokens
     biased = sampled(decoder_of(tiny, team, PerRow()), 6, 50, seed=1)
     assert biased.law == "NOT LOSSLESS" and not biased.is_lossless and biased.identity is None
+
+
+class Liar(Fake):
+    """Draws from a law with one peak; or takes the peak each time, and says that it was drawn from the whole law."""
+
+    def __init__(self, *, honest: bool) -> None:
+        super().__init__(lambda context: [], "liar", 1)
+        self.honest = honest
+
+    def propose(self, context_ids, plan, sampler):
+        peak = (7 * context_ids[-1] + 3) % 128
+        ((token, law),) = sampler.draw(context_ids, torch.zeros(128).index_fill(0, torch.tensor(peak), 3.0))
+        return Draft.chain([token if self.honest else peak], [law])
+
+
+def test_a_drafter_that_lies_about_its_law_is_caught_by_what_it_draws(tiny):
+    honest = sampled(decoder_of(tiny, Ensemble({"liar": Liar(honest=True)}), Residual()), 8, 60, seed=1, top_k=0)
+    lying = sampled(decoder_of(tiny, Ensemble({"liar": Liar(honest=False)}), Residual()), 8, 60, seed=1, top_k=0)
+    assert honest.law == "law not rejected"
+    assert lying.law == "NOT LOSSLESS"
+    shown = next(row for row in lying.statistics if row.name == drawn_by("liar"))
+    assert shown.z > z_bound(len(lying.statistics))
+
+
+def test_one_token_that_cannot_be_is_proof_enough(tiny):
+    decoder = decoder_of(tiny, Ensemble({"liar": Liar(honest=True)}), Residual())
+    config = SamplingOptions(max_new_tokens=12, temperature=1.0, top_k=4).generation_config(decoder.target)
+    done = Speculator(decoder).complete((3, 5, 8), config, seed=0, prompt_key="p")
+    text = Text("p", (3, 5, 8), done.output_ids, done.finish_reason, 0)
+    assert examine(decoder, config, [text], 4).impossible == ()
+    with torch.no_grad():
+        logits = tiny(torch.tensor([[3, 5, 8, *done.output_ids[:-1]]])).logits[0, -1]
+    worst = replace(text, output_ids=(*done.output_ids[:-1], int(logits.argmin())))
+    found = examine(decoder, config, [worst], 4)
+    assert found.impossible == (f"token {int(logits.argmin())} at position 14",)
+    assert found.law == "NOT LOSSLESS" and not found.is_lossless
+
+
+def test_a_lossy_verifier_is_never_called_lossless_where_text_was_sampled(home, tmp_path):
+    few = ("audit.num_prompts=1", "sampling.max_new_tokens=2", "verifier=typical")
+    greedy = audited(home, tmp_path / "greedy", *few)
+    assert greedy.is_lossless and "LOSSY verifier" in greedy.verdict
+    assert not audited(home, tmp_path / "sampled", *few, "sampling.temperature=1").is_lossless
+
+
+def test_a_token_that_the_target_lacks_is_bad_input(finished):
+    folder = finished.parent / "beyond"
+    shutil.copytree(finished, folder)
+    table = pq.read_table(folder / "prompts.parquet")
+    rows = table.to_pylist()
+    rows[0]["output_ids"][0] = 10**6
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), folder / "prompts.parquet")
+    with pytest.raises(UserError, match=r"prompt p0 has token 1000000, the target has the ids 0\.\.258"):
+        audit(compose([f"run={folder}"], "audit"), folder, [f"run={folder}"])
 
 
 def test_the_control_needs_two_members(home, tmp_path):

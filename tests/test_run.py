@@ -385,16 +385,18 @@ def test_a_run_claims_identity_only_where_it_was_tested_and_names_what_is_lossy(
     for summary in (sampled, greedy):
         assert (summary["verifier"], summary["lossy"]) == (verifier, is_lossy)
     assert (f"LOSSY: verifier={verifier}" in text) == is_lossy
+    assert ("not compared" in page) == (verifier != "coupled")
     assert (f"lossy verifier ({verifier})" in page) == is_lossy
     rows = load(tmp_path / "sampled").prompts
     assert rows["is_identical"].isna().all() == (verifier != "coupled")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_width_runs_both_ways_and_in_half_precision(tmp_path, dtype):
+def test_exact_width_runs_both_ways_and_in_half_precision(tmp_path, capsys, dtype):
     words = ["exact_width=8", "budget.max_nodes=8", f"target.dtype={dtype}", "drafter=ngram"]
     summary = smoke(tmp_path / "run", *words)
     assert summary["num_failed"] == 0 and summary["num_identical"] == 2
+    assert "of plain decoding at exact_width=8 too" in "".join(capsys.readouterr())
 
 
 # Refused before a model is loaded

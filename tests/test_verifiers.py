@@ -20,7 +20,7 @@ from specens.decoding.verify import PerRow, Residual, Typical, acceptance, resid
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.none import NoDrafter
-from specens.errors import UserError
+from specens.errors import DrafterError, UserError
 from specens.records import PromptRecord, frames_of
 from specens.tiny import random_model
 
@@ -159,6 +159,24 @@ def test_residual_in_half_precision_has_no_nan_and_accepts_the_targets_own_law(d
         accepted += sum(step.members[0].num_matched for step in steps[:-1])
         steps_made += len(steps) - 1
     assert accepted / steps_made > 3.6, "of 4: rounding may cost one now and then"
+
+
+@pytest.mark.parametrize(
+    "law", [torch.full((127,), 1 / 127), torch.full((128,), 0.5), torch.full((128,), float("nan")), -torch.ones(128)]
+)
+def test_what_is_no_law_fails_by_the_drafters_name(double, law):
+    members = {
+        "ngram": laws.team("ngram", double, double),
+        "culprit": laws.Fake(lambda context: Draft.chain([5], [law])),
+    }
+    with pytest.raises(DrafterError, match=r"drafter culprit: the law of its token 5 is none"):
+        decode(Target(double), Ensemble(members), [5, 6, 7], 4, seed=0, verifier=Residual())
+
+
+def test_attach_takes_a_verifier_by_name(model):
+    assert specens.attach(model, drafters="ngram", verifier="residual").decoder.verifier == Residual()
+    with pytest.raises(UserError, match=r"verifier 'exact': choose one of block, coupled"):
+        specens.attach(model, drafters="ngram", verifier="exact")
 
 
 def tree_of(*tokens: int, draws=()) -> TokenTree:

@@ -109,7 +109,9 @@ def _cards(summary: Mapping[str, Any]) -> str:
     speedup = summary.get("speedup")
     verdict = "no baseline in this run"
     if speedup is not None:
-        verdict = "the speed of plain decoding" + (", a slowdown" if speedup < 1 else "")
+        width = summary.get("exact_width")
+        verdict = "the speed of plain decoding" + (f" at exact_width={width} too" if width is not None else "")
+        verdict += ", a slowdown" if speedup < 1 else ""
     length_label = "tokens per target forward" + _interval(summary, "acceptance_length_interval")
     cards = [
         (_number(speedup, 2) + ("×" if speedup is not None else ""), verdict + _interval(summary, "speedup_interval")),
@@ -143,7 +145,7 @@ def _baseline_note(summary: Mapping[str, Any]) -> str:
 def _identical_note(summary: Mapping[str, Any]) -> str:
     num_done = (summary.get("num_prompts") or 0) - (summary.get("num_failed") or 0)
     identical = summary.get("num_identical")
-    return "—" if identical is None else f"{identical} of {num_done}"
+    return "not compared" if identical is None else f"{identical} of {num_done}"
 
 
 def _time_note(summary: Mapping[str, Any]) -> str:

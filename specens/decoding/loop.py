@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specens.decoding.budget import Budget, PlanContext
 from specens.decoding.cache import KVCache
@@ -98,6 +99,20 @@ def check_draft(draft: Draft, members: Sequence[Member], vocab_size: int) -> Non
         if not 0 <= token < vocab_size:
             name = members[draft.owner(node)].name
             raise DrafterError(f"drafter {name}: proposed token {token}, the target has the ids 0..{vocab_size - 1}")
+        law = draft.laws[node] if draft.laws else None
+        if law is not None and not _is_law(law, token, vocab_size):
+            name = members[draft.owner(node)].name
+            raise DrafterError(
+                f"drafter {name}: the law of its token {token} is none: give probabilities [{vocab_size}] that sum to 1 and can "
+                "have drawn it"
+            )
+
+
+def _is_law(law: Any, token: int, vocab_size: int) -> bool:
+    """Whether it could be the distribution of the token. That it is the one it was drawn from, nobody can see."""
+    if tuple(law.shape) != (vocab_size,):
+        return False
+    return bool(law[token] > 0 and law.min() >= 0 and abs(float(law.sum()) - 1) < 1e-3)
 
 
 def score_member(

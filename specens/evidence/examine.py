@@ -68,6 +68,7 @@ class Evidence:
     statistics: tuple[Statistic, ...]
     control: tuple[Statistic, ...]
     num_contested: int
+    impossible: tuple[str, ...]
     law: str | None
 
     @property
@@ -127,7 +128,8 @@ def examine(
         statistics=statistics,
         control=stream.control_statistics() if stream else (),
         num_contested=stream.num_contested if stream else 0,
-        law=None if stream is None else LOST if is_rejected(statistics) else KEPT,
+        impossible=tuple(stream.impossible) if stream else (),
+        law=None if stream is None else LOST if is_rejected(statistics) or stream.impossible else KEPT,
     )
 
 

@@ -35,6 +35,10 @@ SUPPORT = "drafters that favour it"
 OWN_LAW = "log q of "
 
 
+def drawn_by(name: str) -> str:
+    return f"is what {name} draws there"
+
+
 @dataclass(frozen=True)
 class Term:
     """One statistic at one position: f of the emitted token, and mean and variance of f under the target's law."""
@@ -94,12 +98,13 @@ def is_rejected(statistics: Sequence[Statistic]) -> bool:
 def functions(probs: torch.Tensor, draft: Draft, members: Sequence[Member]) -> dict[str, torch.Tensor]:
     """The statistics at one prefix, each as f `[vocab]` (float64), from the target's law and what the members propose first: the
     text's own surprise; whether it is the target's best token; whether some member's law gives it more than the target does; how
-    many members do so or are certain of it; the logarithm of each member's law, and whether a member is certain of it. What
-    members favour is what biased verifiers take too often.
+    many members do so or are certain of it; the logarithm of each member's law; whether it is what the member draws there (a draw
+    does not lie, even if its law does); and whether a member is certain of it. What members favour is what biased verifiers
+    take too often.
     """
     found = {SURPRISE: -probs.clamp_min(OWN_FLOOR).log(), BEST: torch.zeros_like(probs)}
     found[BEST][probs.argmax()] = 1.0
-    laws, certain = first_proposals(draft)
+    laws, drawn, certain = first_proposals(draft)
     events: dict[int, torch.Tensor] = {}
     for owner, tokens in certain.items():
         events[owner] = torch.zeros_like(probs)
@@ -113,14 +118,17 @@ def functions(probs: torch.Tensor, draft: Draft, members: Sequence[Member]) -> d
         found[SUPPORT] = torch.stack(both).sum(0)
     for owner, law in laws.items():
         found[f"{OWN_LAW}{members[owner].name}"] = law.clamp_min(LAW_FLOOR).log()
+        found[drawn_by(members[owner].name)] = torch.zeros_like(probs)
+        found[drawn_by(members[owner].name)][drawn[owner]] = 1.0
     for owner, event in events.items():
         found[f"{members[owner].name} is certain of it"] = event
     return found
 
 
-def first_proposals(draft: Draft) -> tuple[dict[int, torch.Tensor], dict[int, list[int]]]:
-    """Of the tokens that hang on the root: owner -> the law of its first draw, and owner -> its tokens that tell no law."""
+def first_proposals(draft: Draft) -> tuple[dict[int, torch.Tensor], dict[int, int], dict[int, list[int]]]:
+    """Of the tokens that hang on the root: owner -> the law of its first draw, the draw, and its tokens that tell no law."""
     laws: dict[int, torch.Tensor] = {}
+    drawn: dict[int, int] = {}
     certain: dict[int, list[int]] = {}
     for node, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         law = draft.laws[node] if draft.laws else None
@@ -128,9 +136,9 @@ def first_proposals(draft: Draft) -> tuple[dict[int, torch.Tensor], dict[int, li
             continue
         if law is None:
             certain.setdefault(draft.owner(node), []).append(token)
-        else:
-            laws.setdefault(draft.owner(node), law)
-    return laws, certain
+        elif draft.owner(node) not in laws:
+            laws[draft.owner(node)], drawn[draft.owner(node)] = law, token
+    return laws, drawn, certain
 
 
 def term(f: torch.Tensor, probs: torch.Tensor, token: int) -> Term:
@@ -151,6 +159,8 @@ class Stream:
     control: Verifier = field(default_factory=PerRow)
     _terms: dict[str, list[Term]] = field(default_factory=dict)
     _control: dict[str, list[Term]] = field(default_factory=dict)
+    impossible: list[str] = field(default_factory=list)
+    """Tokens that the law excludes, and that no rounding lets in: one of them is proof enough."""
     num_tokens: int = 0
     num_contested: int = 0
     """Prefixes at which two members or more proposed, without which the control has no bias."""
@@ -174,6 +184,8 @@ class Stream:
             said = term(f, probs, place.said)
             self._terms.setdefault(name, []).append(said)
             self._control.setdefault(name, []).append(Term(float(f[token]), said.mean, said.variance))
+        if not probs[place.said] and is_impossible(place, sampler):
+            self.impossible.append(f"token {place.said} at position {len(place.ids)}")
         self.num_tokens += 1
         proposing = {draft.owner(node) for node, parent in enumerate(draft.parents) if parent == ROOT}
         self.num_contested += len(proposing) > 1
@@ -185,6 +197,16 @@ class Stream:
 
     def control_statistics(self) -> tuple[Statistic, ...]:
         return tuple(statistic(name, terms) for name, terms in self._control.items())
+
+
+def is_impossible(place: Place, sampler: Sampler) -> bool:
+    """Whether the law excludes the token also if its score were as much higher as rounding could make it: a token may lie at the
+    very edge of top-k or top-p.
+    """
+    size = float(place.logits[torch.isfinite(place.logits)].abs().max())
+    raised = place.logits.clone()
+    raised[place.said] += size * math.sqrt(torch.finfo(place.logits.dtype).eps)
+    return not sampler.probs(place.ids, raised)[place.said]
 
 
 def _first_only_plan(members: Sequence[Member], num_committed: int) -> Plan:

@@ -41,7 +41,9 @@ class Audit:
 
     @property
     def is_lossless(self) -> bool:
-        return all(entry.is_lossless for entry in self.evidence)
+        """Nothing was found, and the verifier does not say of itself that sampled text is another's."""
+        is_sampled = any(entry.is_sampled for entry in self.evidence)
+        return all(entry.is_lossless for entry in self.evidence) and not (self.subject["lossy"] and is_sampled)
 
     @property
     def verdict(self) -> str:
@@ -53,6 +55,9 @@ class Audit:
         # In this order: the first is the worst.
         identity = next((word for word in (BUG, "explained by rounding", "identical") if word in identities), None)
         law = LOST if LOST in laws else laws[0] if laws else None
+        weak = any(entry.control and entry.num_contested and not is_rejected(entry.control) for entry in self.evidence)
+        if weak and law not in (LOST, None):
+            law = f"{law} (too few tokens to show a bias)"
         parts = [identity or "identity not tested", law or "law not tested (no sampled text)"]
         return ", ".join([*parts, *(["LOSSY verifier"] if self.subject["lossy"] else [])])
 
@@ -105,7 +110,7 @@ class Audit:
         yield ""
         if self.run.law is None and self.sampled is None:
             yield from _entry("law", "not tested: greedy text has none, and audit.sampled_tokens=0 asks for no other")
-        yield from _entry("verdict", self.verdict.upper() if not self.is_lossless else self.verdict)
+        yield from _entry("verdict", self.verdict)
 
     def _examined(self) -> str:
         own = f"{self.num_chosen} of the run's {len(self.written.texts)} prompts token by token ({self.run.num_tokens} tokens"
@@ -114,6 +119,8 @@ class Audit:
         text = f"{own}{more})"
         if self.sampled is not None:
             text += f"; and {self.sampled.num_tokens} tokens decoded at temperature {self.options.temperature:g} for the law"
+        if self.subject["status"] != "finished":
+            text += f"; the run is not finished (its summary.json says: {self.subject['status']})"
         if self.written.num_failed:
             text += f"; {self.written.num_failed} prompts FAILED in the run and could not be examined"
         return text + ". What is said below is said of these."
@@ -203,6 +210,8 @@ def _law_lines(entry: Evidence) -> Iterator[str]:
     for row in entry.statistics:
         beyond = "  REJECTED" if abs(row.z) > bound else ""
         yield f"{'':16}{row.name[:43]:<44}{row.num_tokens:>8}{row.observed:>12.1f}{row.expected:>12.1f}{row.z:>8.2f}{beyond}"
+    for token in entry.impossible[:MAX_FORKS]:
+        yield from _entry("BUG", f"{token} has probability 0 under the target's law")
     yield from _entry("", f"{entry.law}: |z| has to stay below {bound:.2f} (false alarm in {ALPHA:g} of audits)")
     yield from _entry("bias control", _control_line(entry.control, entry.num_contested, bound))
 

@@ -5,11 +5,9 @@ Exit code 0: identical, or explained by rounding, and the law is not rejected; 2
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,112 +76,14 @@ def refuse_ignored(words: Sequence[str]) -> None:
 
 
 def audit_folder(config: DictConfig, folder: Path, options: Any, screen: Screen) -> Any:
-    """Examine the texts in a run folder, which were written with `config`; write `audit.txt` and `audit.json` there."""
-    from specens.decoding.loop import Decoder
-    from specens.decoding.target import LAYOUTS, Target
-    from specens.evidence.examine import examine
-    from specens.evidence.page import Audit
-    from specens.evidence.texts import chosen, read_texts
-    from specens.speculator import Speculator
+    """Examine the texts in a run folder, which were written with `config`."""
+    from specens.evidence.folder import examine_folder
 
     plain = resolved(config)
-    if plain["layout"] not in LAYOUTS:
-        raise UserError(f"layout={plain['layout']}: choose one of {', '.join(LAYOUTS)}")
-    spec, drafter, budget, verifier, sampling = (
-        build(config[name]) for name in ("target", "drafter", "budget", "verifier", "sampling")
+    parts = {name: build(config[name]) for name in ("target", "drafter", "budget", "verifier", "sampling")}
+    return examine_folder(
+        folder, options, screen, **parts, layout=plain["layout"], exact_width=plain.get("exact_width")
     )
-    written = read_texts(folder, sampling.seed)
-    screen.say(f"examining {folder}")
-    loaded = spec.load()
-    exact_width = plain.get(
-        "exact_width"
-    )  # of plain decoding too, in such a run: of whatever the audit asks the target
-    target = Target(loaded.model, loaded.tokenizer, origin=spec, exact_width=exact_width)
-    speculator = Speculator(Decoder(target, drafter, budget, verifier, plain["layout"]))
-    for text in written.texts:
-        beyond = [token for token in (*text.prompt_ids, *text.output_ids) if not 0 <= token < target.vocab_size]
-        if beyond:
-            raise UserError(
-                f"run={folder}: prompt {text.prompt_id} has token {beyond[0]}, the target has the ids "
-                f"0..{target.vocab_size - 1}; prompts.parquet was changed, or belongs to another target"
-            )
-    own = sampling.generation_config(target)
-    texts = chosen(written.texts, options.num_prompts)
-    num_chosen = len(texts)
-    extra_sampling = sampling if own.do_sample else replace(sampling, temperature=options.temperature)
-    extra_config = extra_sampling.generation_config(target)
-    num_sampled = sum(len(text.output_ids) for text in texts) if own.do_sample else 0
-    num_missing = options.num_sampled(is_sampled=bool(own.do_sample)) - num_sampled
-    extra = more_texts(speculator, extra_config, texts, num_missing, screen)
-    if own.do_sample:
-        texts, extra = (*texts, *extra), ()
-    found = examine(speculator.decoder, own, texts, options.width, screen.begin_prompt)
-    sampled = examine(speculator.decoder, extra_config, extra, options.width, screen.begin_prompt) if extra else None
-    screen.end_prompt()
-    facts = loaded.facts()
-    subject = {
-        "target": facts["name"],
-        "dtype": facts["dtype"] + (" (quantised)" if facts["is_quantized"] else ""),
-        "device": facts["device"],
-        "drafters": [member.name for member in drafter.members],
-        "verifier": verifier.name,
-        "lossy": not verifier.lossless,
-        "layout": plain["layout"],
-        "exact_width": exact_width,
-        "status": status_of(folder),
-        "how": f"sampling at temperature {sampling.temperature:g}" if own.do_sample else "greedy",
-    }
-    done = Audit(str(folder), subject, options, written, num_chosen, found, sampled)
-    write(folder / "audit.json", json.dumps(done.content(), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    write(folder / "audit.txt", done.page())
-    return done
-
-
-def status_of(folder: Path) -> str:
-    """How the run ended, by its summary.json."""
-    try:
-        return str(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("status"))
-    except (OSError, ValueError, AttributeError):
-        return "nothing, or it is missing"
-
-
-def more_texts(speculator: Any, config: Any, texts: Sequence[Any], num_tokens: int, screen: Screen) -> tuple[Any, ...]:
-    """Texts of `num_tokens` tokens or a few more, decoded with the run's own drafters: the prompts over and over, each time with
-    the next seed.
-    """
-    extra: list[Any] = []
-    round_, missing = 0, num_tokens
-    while missing > 0:
-        round_ += 1
-        for text in texts:
-            if missing <= 0:
-                break
-            screen.begin_prompt(f"sampling, {missing} tokens to go")
-            seed = text.seed + round_
-            done = speculator.complete(text.prompt_ids, config, seed=seed, prompt_key=text.prompt_id)
-            extra.append(
-                replace(
-                    text,
-                    output_ids=done.output_ids,
-                    finish_reason=done.finish_reason,
-                    seed=seed,
-                    baseline_ids=None,
-                )
-            )
-            missing -= len(done.output_ids)
-    return tuple(extra)
-
-
-def write(path: Path, content: str) -> None:
-    """All of a file or none of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def audit(config: DictConfig, folder: Path, words: Sequence[str] = ()) -> Any:

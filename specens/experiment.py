@@ -31,7 +31,7 @@ from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
 from specens.screen import Screen
 from specens.speculator import Completion, Speculator, check_laws
-from specens.text import token_pieces
+from specens.text import first_difference, token_pieces
 from specens.trackers import Tracker
 
 WARM_UP_TOKENS = 4
@@ -258,14 +258,6 @@ class Session:
             logits = self.target.score(self.target.prefill(ids), ids[-1], TokenTree(), "tree")
             fork_margin = sampler.margin(ids, logits[0])
         return {**columns, "is_identical": fork_at is None, "fork_at": fork_at, "fork_margin": fork_margin}
-
-
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token in which two outputs differ (the shorter one's end counts), None when they are equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def _git_revision() -> str | None:

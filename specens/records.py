@@ -7,15 +7,12 @@ and `summary.json`. The arrow schemas are explicit, so files of any runs can be 
 from __future__ import annotations
 
 import json
-import math
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +20,7 @@ import pyarrow.parquet as pq
 from specens.analysis.metrics import credit
 from specens.decoding.types import StepRecord
 from specens.errors import UserError
+from specens.files import plain, write_whole
 
 SCHEMA_VERSION = 1
 """Of the parquet files and of `summary.json`; files of another version are not read."""
@@ -153,15 +151,15 @@ class RunWriter:
         tables = {
             name: pa.concat_tables([self._tables[name], table]) for name, table in _tables_of(prompt, steps).items()
         }
-        self._replace({f"{name}.parquet": table for name, table in tables.items()})
+        write_whole(self.folder, {f"{name}.parquet": table for name, table in tables.items()})
         self._tables = tables
         self._prompt_ids.add(prompt.prompt_id)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json` with its `schema_version`; NaN and infinity become null."""
-        content = {"schema_version": SCHEMA_VERSION, **_jsonable(summary)}
-        text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=str)
-        self._replace({SUMMARY_NAME: text + "\n"})
+        content = {"schema_version": SCHEMA_VERSION, **plain(summary)}
+        text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+        write_whole(self.folder, {SUMMARY_NAME: text + "\n"})
 
     def add_error(self, prompt_id: str, trace: str) -> None:
         """Append a failed prompt's traceback to `errors.log`."""
@@ -170,26 +168,11 @@ class RunWriter:
 
     def write_page(self, html: str) -> None:
         """Write `report.html`."""
-        self._replace({"report.html": html})
+        write_whole(self.folder, {"report.html": html})
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Prompts, steps and drafts added so far."""
         return _frames(self._tables)
-
-    def _replace(self, contents: Mapping[str, pa.Table | str]) -> None:
-        """Write every file under a temporary name in the same folder; only when all are written, rename them."""
-        temporary = {name: self.folder / f".{name}.{os.getpid()}.tmp" for name in contents}
-        try:
-            for name, content in contents.items():
-                if isinstance(content, str):
-                    temporary[name].write_text(content, encoding="utf-8")
-                else:
-                    pq.write_table(content, temporary[name])
-            for name, path in temporary.items():
-                os.replace(path, self.folder / name)
-        finally:
-            for path in temporary.values():
-                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,16 +299,3 @@ def _draft_rows(prompt_id: str, step: StepRecord) -> list[dict[str, Any]]:
         {"prompt_id": prompt_id, "step": step.step, **asdict(member), **asdict(share)}
         for member, share in zip(step.members, credits, strict=True)
     ]
-
-
-def _jsonable(value: Any) -> Any:
-    """`value` with plain JSON numbers: numpy scalars unpacked, NaN and infinity as None."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [_jsonable(entry) for entry in value]
-    return value

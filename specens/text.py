@@ -1,4 +1,4 @@
-"""Token ids -> the piece of text that each token adds."""
+"""Texts as token ids: the piece of text that each token adds, and where two texts part."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -
         pieces.append(text[len(before) :])
         start, shown = shown, end
     return pieces
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token in which two outputs differ (the shorter one's end counts), None when they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from specens.errors import UserError, one_line
+from specens.files import plain
 
 log = logging.getLogger("specens")
 
@@ -230,19 +231,6 @@ def table_rows(rows: Sequence[Mapping[str, Any]], fixed_columns: Sequence[str]) 
     columns = list(dict.fromkeys([*fixed_columns, *(key for row in rows for key in row)]))
     by_column = [_one_type([plain(row.get(column)) for row in rows]) for column in columns]
     return columns, [list(cells) for cells in zip(*by_column, strict=True)]
-
-
-def plain(value: Any) -> Any:
-    """`value` as plain dicts, lists and scalars: numpy unwrapped, NaN and infinity as None, other objects as text."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _one_type(cells: Sequence[Any]) -> list[Cell]:

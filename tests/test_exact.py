@@ -7,6 +7,8 @@ looks right and is biased must fail the same test: test_biased.py.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,12 +167,13 @@ def drafts_of(target: Any, drafter: Any, budget: Any, verifier: Any, processors:
     return every_draft(drafter, target, plan, PROMPT, processors, coupled=verifier.coupled)
 
 
-def check_all(target: Any, names: Sequence[str], budgets: Sequence[str], layouts: Sequence[str] = ("tree",)) -> None:
+def check_all(target: Any, names: Sequence[str], budgets: Sequence[str], layouts: Sequence[str] = ("tree",)) -> int:
+    """Go through all combinations: their number."""
+    before = len(ERRORS)
     for order, verifier in itertools.product(orders(names), VERIFIERS):
         drafter = team(order, target)
-        drafts = drafts_of(
-            target, drafter, BUDGETS["64"], verifier
-        )  # what is drafted does not depend on the tree's budget
+        # What is drafted does not depend on the tree's budget.
+        drafts = drafts_of(target, drafter, BUDGETS["64"], verifier)
         for budget, layout in itertools.product(budgets, layouts):
             check(
                 target,
@@ -180,23 +183,34 @@ def check_all(target: Any, names: Sequence[str], budgets: Sequence[str], layouts
                 layout=layout,
                 drafts=None if BUDGETS[budget].first_only else drafts,
             )
+    return len(ERRORS) - before
+
+
+def num_orders(names: Sequence[str]) -> int:
+    """How many different orders there are, counted in another way than they are made: no loop may be empty by mistake."""
+    if len(names) > 3:
+        return 2 * len(names)
+    return math.factorial(len(names)) // math.prod(math.factorial(count) for count in Counter(names).values())
 
 
 @pytest.mark.parametrize("names", TEAMS)
 def test_a_steps_law_is_the_targets(names):
-    check_all(TARGETS["table"], names.split("+"), list(BUDGETS))
+    count = check_all(TARGETS["table"], names.split("+"), list(BUDGETS))
+    assert count == num_orders(names.split("+")) * len(VERIFIERS) * len(BUDGETS)
 
 
 @pytest.mark.parametrize("names", ["disjoint+narrow", "same+draw", "row", "twice+lookup", "drawn_tree", "before+draw"])
 @pytest.mark.parametrize("target", ["zeros", "four"])
 def test_so_it_is_where_tokens_have_no_probability_and_with_four_tokens(target, names):
-    check_all(TARGETS[target], names.split("+"), ["64", "3"])
+    count = check_all(TARGETS[target], names.split("+"), ["64", "3"])
+    assert count == num_orders(names.split("+")) * len(VERIFIERS) * 2
 
 
 @pytest.mark.parametrize("names", ["row+lookup", "drawn_tree", "draw+other+bushy", "before+draw", "twice+greedy"])
 def test_a_real_models_law_in_both_layouts(names):
     """The reference is the model's own forward without a cache."""
-    check_all(TARGETS["model"], names.split("+"), ["64", "3"], LAYOUTS)
+    count = check_all(TARGETS["model"], names.split("+"), ["64", "3"], LAYOUTS)
+    assert count == num_orders(names.split("+")) * len(VERIFIERS) * 2 * len(LAYOUTS)
 
 
 @pytest.mark.parametrize("names", ["row+lookup", "drawn_tree", "after", "twice_deep", "draw+other+bushy"])
@@ -204,7 +218,8 @@ def test_a_real_models_law_in_both_layouts(names):
 def test_a_text_that_ends_inside_a_step(names, eos):
     target = TARGETS["table"]
     for order, verifier, budget in itertools.product(orders(names.split("+")), VERIFIERS, ("64", "3")):
-        check(target, team(order, target), verifier, budget=BUDGETS[budget], eos=eos)
+        accepted = check(target, team(order, target), verifier, budget=BUDGETS[budget], eos=eos)
+        assert 0 < accepted <= 2
 
 
 PROCESSORS = {
@@ -223,14 +238,16 @@ def test_processors_see_each_nodes_own_text(name, names):
         for order, layout in itertools.product(orders(names.split("+")), LAYOUTS):
             if layout == "tree" or target is TARGETS["model"]:
                 drafter = team(order, target)
-                check(target, drafter, verifier, processors=PROCESSORS[name], layout=layout, budget=FixedBudget(4))
+                options = {"processors": PROCESSORS[name], "layout": layout, "budget": FixedBudget(4)}
+                assert 0 < check(target, drafter, verifier, **options) <= 2
 
 
 def test_members_that_say_more_or_less_under_a_budget_that_binds():
     """With top-p the number of branches depends on what was drawn before them, and a short row's length on its own tokens."""
     target, names = TARGETS["table"], ("long_branches", "short", "row")
     for order, count in itertools.product(orders(names), (4, 5, 6, 7)):
-        check(target, team(order, target), Residual(), processors=[TopPLogitsWarper(0.6)], budget=FixedBudget(count))
+        top_p = [TopPLogitsWarper(0.6)]
+        assert 0 < check(target, team(order, target), Residual(), processors=top_p, budget=FixedBudget(count)) <= 2
 
 
 # The drafters of the package.
@@ -372,10 +389,10 @@ class Chosen:
         return self.by_scores[scores.double().numpy().tobytes()]
 
     def race(self, scores: torch.Tensor, position: int) -> torch.Tensor:
-        raise NotImplementedError
+        raise AssertionError("these drafters do not rank")
 
     def flip(self, probability: float, position: int, turn: int) -> bool:
-        raise NotImplementedError
+        raise AssertionError("coupled verification flips no coin")
 
     def fork(self, name: str) -> Chosen:
         raise AssertionError("shared noise is not forked")

@@ -27,8 +27,7 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
     draws: list[Drawn] = []
     turns: list[int] = []  # of a node: the earliest at which a member proposed it
     merged: dict[tuple[int, int], int] = {}
-    depths = depths_of(draft.parents)
-    shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
+    depths, shares = depths_of(draft.parents), _shares(draft, plan)
     num_kept = [0] * len(shares)
     place: list[int | None] = []  # draft node -> tree node, None for a dropped one
     for index, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
@@ -58,6 +57,11 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
     return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
 
 
+def _shares(draft: Draft, plan: Plan) -> tuple[Plan, ...]:
+    """Each member's own plan; of a plain drafter, the whole."""
+    return plan.members or (plan,) * (1 + max(draft.owners, default=0))
+
+
 def _is_drawn_row(draft: Draft) -> bool:
     is_chain = draft.parents == chain_parents(len(draft))
     return is_chain and len(set(draft.owners)) < 2 and bool(draft.laws) and None not in draft.laws
@@ -82,8 +86,7 @@ def _cut_blindly(draft: Draft, plan: Plan) -> Draft:
     A member that draws keeps all its turns, also those that it does not use: how much it says may depend on what it drew (a
     row that ends early, a law with fewer tokens than branches), and no other member's draws may come or go with that.
     """
-    depths = depths_of(draft.parents)
-    shares = plan.members or (plan,) * (1 + max(draft.owners, default=0))
+    depths, shares = depths_of(draft.parents), _shares(draft, plan)
     num_kept = [0] * len(shares)
     turns: dict[int, tuple[int, int]] = {}  # node -> its turn among its member's nodes, and the member
     for node in range(len(draft)):

@@ -164,13 +164,13 @@ class Sampler:
             return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
         return scores.softmax(-1)
 
-    def flip(self, position: int, probability: float, turn: int) -> bool:
+    def flip(self, probability: float, position: int, turn: int) -> bool:
         """True with a probability, keyed by (position, turn)."""
         return probability >= 1 or (
             probability > 0 and self._noise is not None and self._noise.flip(probability, position, turn)
         )
 
-    def choice(self, position: int, probs: torch.Tensor) -> int:
+    def choice(self, probs: torch.Tensor, position: int) -> int:
         """A token from `probs`, with the noise of a position."""
         return int(probs.argmax()) if self._noise is None else self._noise.choice(probs.log(), position)
 
@@ -203,10 +203,10 @@ class TreeAnswers:
 
     def flip(self, node: int, probability: float, turn: int) -> bool:
         # Coins are the step's own: a verifier may flip some at positions that it then does not emit.
-        return self._sampler.flip(len(self._context), probability, turn * (len(self._tree) + 1) + node + 1)
+        return self._sampler.flip(probability, len(self._context), turn * (len(self._tree) + 1) + node + 1)
 
     def choice(self, node: int, probs: torch.Tensor) -> int:
-        return self._sampler.choice(self._position(node), probs)
+        return self._sampler.choice(probs, self._position(node))
 
     def _position(self, node: int) -> int:
         return len(self._context) + (0 if node == ROOT else self._tree.depths[node])

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
-from specens.decoding.types import ROOT, TokenTree, chain_parents
+from specens.decoding.types import ROOT, TokenTree
 from specens.errors import UserError, one_line
 
 Layout = Literal["tree", "rows"]
@@ -58,6 +58,10 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(getattr(self.model, "is_quantized", False))
 
     @property
     def vocab_size(self) -> int:
@@ -253,7 +257,7 @@ def self_check(target: Target, layout: Layout) -> None:
         raise UserError(
             f"{target.name}: cannot verify with layout={layout} ({one_line(failure)}); try the other layout"
         ) from failure
-    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not _is_quantized(target.model) else 0.1
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not target.is_quantized else 0.1
     if not error <= tolerance:
         raise UserError(
             f"{target.name}: verifying with layout={layout} does not reproduce the model's own scores (relative error "
@@ -283,14 +287,8 @@ def _verification_error(target: Target, layout: Layout) -> float:
 
 def _in_one_forward(target: Target, ids: Sequence[int]) -> torch.Tensor:
     """Logits `[len(ids), vocab]` after each of them."""
-    count = len(ids) - 1
-    chain = TokenTree(tuple(ids[1:]), chain_parents(count), tuple(range(1, count + 1)), (1,) * count)
-    return target.score(KVCache(), ids[0], chain, "rows")
+    return target.score(KVCache(), ids[0], TokenTree.chain(ids[1:]), "rows")
 
 
 def _relative_error(scores: torch.Tensor, expected: torch.Tensor) -> float:
     return float((scores - expected).abs().mean() / expected.std().clamp_min(1e-6))
-
-
-def _is_quantized(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "is_quantized", False))

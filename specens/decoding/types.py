@@ -129,6 +129,12 @@ class TokenTree:
     draws: tuple[Drawn, ...] = ()
     is_drawn_row: bool = False
 
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> TokenTree:
+        """The tokens one after another, all proposed by member 0."""
+        count = len(token_ids)
+        return cls(tuple(token_ids), chain_parents(count), tuple(range(1, count + 1)), (1,) * count)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

@@ -34,7 +34,6 @@ from specens.evidence.walk import (
     along,
     in_chunks,
     in_one_forward,
-    is_quantized,
     reference_of,
     scores_at,
 )
@@ -170,7 +169,7 @@ def _noise(decoder: Decoder, found: Sequence[Examined]) -> tuple[float, float]:
     chunked = np.concatenate([one.scores for one in found])
     finite = np.abs(walked[np.isfinite(walked)])
     size = float(finite.max()) if len(finite) else 1.0
-    epsilon = torch.finfo(torch.bfloat16 if is_quantized(decoder.target) else decoder.target.dtype).eps
+    epsilon = torch.finfo(torch.bfloat16 if decoder.target.is_quantized else decoder.target.dtype).eps
     with np.errstate(invalid="ignore"):
         floor = noise_floor(walked - chunked, size, torch.finfo(decoder.target.dtype).eps)
     return floor, noise_limit(size, epsilon)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -62,7 +61,7 @@ class Audit:
         return ", ".join([*parts, *(["LOSSY verifier"] if self.subject["lossy"] else [])])
 
     def content(self) -> dict[str, Any]:
-        """Every number, for `audit.json`: infinities as None."""
+        """Every number, for `audit.json`."""
         texts = {
             "num_texts": len(self.written.texts),
             "num_chosen": self.num_chosen,
@@ -92,7 +91,7 @@ class Audit:
         yield f"Audit of {self.folder}"
         yield from _entry("target", f"{subject['target']}, {subject['dtype']} on {subject['device']}")
         yield from _entry("drafter", ", ".join(subject["drafters"]) or "none")
-        lossy = " (LOSSY: not the target's own text)" if subject["lossy"] else ""
+        lossy = " (LOSSY: need not be the target's own text)" if subject["lossy"] else ""
         how = f"verifier={subject['verifier']}{lossy}, layout={subject['layout']}, {subject['how']}"
         if subject["exact_width"] is not None:
             how += f", exact_width={subject['exact_width']} (plain decoding too is in forwards of that one width)"
@@ -129,18 +128,10 @@ class Audit:
 def _content(entry: Evidence) -> dict[str, Any]:
     bound = z_bound(len(entry.statistics)) if entry.statistics else None
     return {
-        **_plain(asdict(entry)),
+        **asdict(entry),
         "z_bound": bound,
         "is_caught": is_rejected(entry.control) if entry.control else None,
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _entry(name: str, text: str) -> list[str]:

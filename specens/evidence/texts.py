@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specens.errors import UserError, one_line
 from specens.records import load
+from specens.text import first_difference
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,7 @@ class Text:
     @property
     def baseline_fork(self) -> int | None:
         """Index of the first token in which output and baseline differ (the shorter one's end counts), None if in none."""
-        if self.baseline_ids is None or self.output_ids == self.baseline_ids:
-            return None
-        pairs = enumerate(zip(self.output_ids, self.baseline_ids, strict=False))
-        shorter = min(len(self.output_ids), len(self.baseline_ids))
-        return next((index for index, (ours, plain) in pairs if ours != plain), shorter)
+        return None if self.baseline_ids is None else first_difference(self.output_ids, self.baseline_ids)
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,8 @@ def read_texts(folder: Path, seed: int) -> Written:
 
 
 def _text(row: dict, seed: int) -> Text:
-    is_compared = row["is_identical"] in (
-        True,
-        False,
-    )  # under sampling, only a keyed verifier writes the baseline's text
+    # Empty where the verifier writes another text of the same law: the baseline's is then no standard.
+    is_compared = row["is_identical"] in (True, False)
     baseline = tuple(map(int, row["baseline_ids"])) if is_compared and row["baseline_ids"] is not None else None
     prompt, output = tuple(map(int, row["prompt_ids"])), tuple(map(int, row["output_ids"]))
     return Text(row["prompt_id"], prompt, output, row["finish_reason"], seed, baseline)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Layout, Target
-from specens.decoding.types import TokenTree, chain_parents
+from specens.decoding.types import TokenTree
 from specens.evidence.texts import Text
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -105,7 +105,7 @@ def in_chunks(target: Target, text: Text, layout: Layout, width: int) -> Iterato
     cache, ids, left = target.prefill(text.prompt_ids), tuple(text.prompt_ids), list(text.output_ids)
     while left:
         nodes = left[: min(width, len(left) - 1)]
-        logits = target.score(cache, ids[-1], chain(nodes), layout)
+        logits = target.score(cache, ids[-1], TokenTree.chain(nodes), layout)
         cache.accept(tuple(range(len(nodes))))
         for row, token in zip(logits, left, strict=False):
             yield ids, row
@@ -116,12 +116,6 @@ def in_chunks(target: Target, text: Text, layout: Layout, width: int) -> Iterato
 def in_one_forward(target: Target, text: Text) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """(all before it, logits) of every position of the output: the prompt in one forward, the output in another."""
     yield from in_chunks(target, text, "rows", len(text.output_ids))
-
-
-def chain(token_ids: Sequence[int]) -> TokenTree:
-    """The tokens as a tree without branches."""
-    count = len(token_ids)
-    return TokenTree(tuple(token_ids), chain_parents(count), tuple(range(1, count + 1)), (1,) * count)
 
 
 def scores_at(
@@ -136,15 +130,11 @@ def scores_at(
     return np.array(scores, dtype=np.float64).reshape(-1, 2), np.array(choices, dtype=np.int64)
 
 
-def is_quantized(target: Target) -> bool:
-    return bool(getattr(target.model, "is_quantized", False))
-
-
 def reference_of(target: Target) -> tuple[Target, str]:
     """A target of the same weights to ask in one forward when two ways disagree, and what it is called: a float32 copy of one in
     half precision, else the target itself (quantised weights in another arithmetic would be another model).
     """
-    if target.dtype in FULL_PRECISION or is_quantized(target):
+    if target.dtype in FULL_PRECISION or target.is_quantized:
         return target, "the target itself, in one forward"
     model: PreTrainedModel = copy.deepcopy(target.model).float()
     return Target(model, target.tokenizer), "a float32 copy of the target, in one forward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import math
@@ -50,6 +51,7 @@ from specens.evidence.law import (
     FAVOURED,
     SUPPORT,
     SURPRISE,
+    Stream,
     Term,
     drawn_by,
     first_proposals,
@@ -603,6 +605,13 @@ def test_a_token_that_the_target_lacks_is_bad_input(finished):
     pq.write_table(pa.Table.from_pylist(rows, table.schema), folder / "prompts.parquet")
     with pytest.raises(UserError, match=r"prompt p0 has token 1000000, the target has the ids 0\.\.258"):
         audit(compose([f"run={folder}"], "audit"), folder, [f"run={folder}"])
+
+
+def test_the_control_would_pass_if_it_were_fair(tiny, team, monkeypatch):
+    """What rejects it is its bias, not that it sees the proposals which the statistics are made of."""
+    monkeypatch.setattr("specens.evidence.examine.Stream", functools.partial(Stream, control=Residual()))
+    fair = sampled(decoder_of(tiny, team, Residual()), 6, 50, seed=1)
+    assert not is_rejected(fair.control)
 
 
 def test_the_control_needs_two_members(home, tmp_path):

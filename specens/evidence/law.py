@@ -180,10 +180,13 @@ class Stream:
         draft = self.drafter.propose(place.ids, plan, sampler.fork("proposals")) if plan.num_tokens else Draft()
         probs = sampler.probs(place.ids, place.logits)
         token = _controlled(self.control, merge(draft, plan), place, sampler.fork("control"))
+        # The control saw these very draws, so that it says them more often than others, however fair it is.
+        seen = {drawn_by(member.name) for member in members}
         for name, f in functions(probs, draft, members).items():
             said = term(f, probs, place.said)
             self._terms.setdefault(name, []).append(said)
-            self._control.setdefault(name, []).append(Term(float(f[token]), said.mean, said.variance))
+            if name not in seen:
+                self._control.setdefault(name, []).append(Term(float(f[token]), said.mean, said.variance))
         if not probs[place.said] and is_impossible(place, sampler):
             self.impossible.append(f"token {place.said} at position {len(place.ids)}")
         self.num_tokens += 1

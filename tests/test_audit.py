@@ -135,9 +135,10 @@ def test_a_run_of_one_width_is_held_to_plain_decoding_of_that_width(home, tmp_pa
 
 
 def test_a_greedy_run_has_text_sampled_for_it_with_other_seeds(home, tmp_path):
-    done = audited(home, tmp_path / "run", "audit.sampled_tokens=100", "audit.num_prompts=3")
+    # As many tokens as it takes to catch the control of these tiny models.
+    done = audited(home, tmp_path / "run", "audit.sampled_tokens=800", "audit.num_prompts=3")
     assert done.sampled is not None and done.run.law is None
-    assert 100 <= done.sampled.num_tokens < 100 + 16 and done.sampled.num_texts >= 7
+    assert 800 <= done.sampled.num_tokens < 800 + 16 and done.sampled.num_texts >= 50
     assert (done.sampled.identity, done.sampled.law) == ("identical", "law not rejected")
     assert done.verdict == "identical, law not rejected"
     assert "3 of the run's 3 prompts" in " ".join(done.page().split())
@@ -158,7 +159,8 @@ def test_the_door_exits_with_0_and_writes_what_it_prints(home, tmp_path, monkeyp
     page = (tmp_path / "here" / "audit.txt").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert all(line.strip() in printed for line in page.splitlines())
-    assert page.splitlines()[-1].split() == ["verdict", "identical,", "law", "not", "rejected"]
+    verdict = "verdict identical, law not rejected (too few tokens to show a bias)"
+    assert page.splitlines()[-1].split() == verdict.split()
     content = json.loads((tmp_path / "here" / "audit.json").read_text(encoding="utf-8"))
     assert set(content) == {
         *("schema_version", "folder", "subject", "options", "texts", "run", "sampled", "is_lossless", "verdict")

@@ -13,12 +13,80 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from specens.decoding.types import ROOT, TokenTree
 
+SPARE_POSITIONS = 256
+"""Room that a layer's buffer is given beyond what it must hold now."""
+
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 """Layer kinds whose cache can be cut back to an earlier length. The others keep a running state."""
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values `[rows, heads, positions, head_dim]` as views of the filled part of buffers that grow by doubling.
+
+    transformers' own layer concatenates, which copies the whole context in every forward; here a forward writes what is new
+    behind what is there. Rolling back shortens the views, and the next forward overwrites what was behind them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    buffers: tuple[torch.Tensor, ...] = ()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device = key_states.device
+        self.is_initialized = True
+        self._move(key_states[..., :0, :], value_states[..., :0, :], 0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin, capacity = self.keys.shape[-2], self.buffers[0].shape[-2]
+        end = begin + key_states.shape[-2]
+        if end > capacity:
+            self._move(self.keys, self.values, max(2 * capacity, end + SPARE_POSITIONS))
+        self._fill(end)
+        self.keys[..., begin:, :] = key_states
+        self.values[..., begin:, :] = value_states
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        super().reset()
+        self.buffers = ()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            keys, values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
+            self._move(keys, values, keys.shape[-2] + SPARE_POSITIONS)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            keys, values = (states[indices.to(self.device)] for states in (self.keys, self.values))
+            self._move(keys, values, keys.shape[-2] + SPARE_POSITIONS)
+
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
+        """Put what is given at the beginning of new buffers of `capacity` positions."""
+        self.buffers = tuple(
+            states.new_empty(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)
+        )
+        self._fill(keys.shape[-2])
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+
+    def _fill(self, end: int) -> None:
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+
+
+class GrowingCache(DynamicCache):
+    """A cache of such layers, which come into being with the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_class_to_replicate = GrowingLayer
 
 
 class KVCache:
@@ -33,7 +101,7 @@ class KVCache:
     """
 
     def __init__(self, hidden_layers: Sequence[int] = ()) -> None:
-        self.states = DynamicCache()
+        self.states = GrowingCache()
         self.hidden_layers = tuple(hidden_layers)
         self.hidden: dict[int, torch.Tensor] = {}
         self._base = 0
@@ -92,11 +160,14 @@ class KVCache:
         begin = self._base + 1
         slots = [begin + node for node in path]
         layer: Any
+        index: dict[torch.device, torch.Tensor] = {}
         for layer in self.states.layers:
             if layer.get_seq_length() == 0:
                 continue
+            if layer.device not in index:
+                index[layer.device] = torch.tensor(slots, device=layer.device)
             for states in (layer.keys, layer.values):
-                states[..., begin : begin + len(path), :] = states[..., slots, :]
+                states[..., begin : begin + len(path), :] = states.index_select(-2, index[layer.device])
 
 
 def ancestry(parents: Sequence[int]) -> np.ndarray:
@@ -117,13 +188,15 @@ def tree_mask(tree: TokenTree, base: int, window: int | None, dtype: torch.dtype
     attention adds the mask, so a boolean one would be silently wrong). A window counts positions, which are depths in
     the tree, not slots.
     """
-    seen = np.concatenate([np.ones((len(tree) + 1, base), dtype=bool), ancestry(tree.parents)], axis=1)
+    width, lowest = len(tree) + 1, torch.finfo(dtype).min
+    mask = torch.zeros(width, base + width, dtype=dtype, device=device)
+    among = torch.zeros(width, width, dtype=dtype).masked_fill_(torch.from_numpy(~ancestry(tree.parents)), lowest)
+    mask[:, base:] = among.to(device)
     if window is not None:
-        query = base + np.array((0, *tree.depths))
-        key = np.concatenate([np.arange(base), query])
-        seen &= query[:, None] - key[None, :] < window
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), torch.finfo(dtype).min)
-    return mask[None, None].to(device)
+        query = torch.tensor((0, *tree.depths), device=device) + base
+        key = torch.cat([torch.arange(base, device=device), query])
+        mask.masked_fill_(query[:, None] - key[None, :] >= window, lowest)
+    return mask[None, None]
 
 
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:

@@ -5,6 +5,7 @@ The only file that knows bitsandbytes. Weights come from safetensors (or GGUF), 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -25,12 +26,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specens.cpu import pack, packed_bytes, packing, unpack
 from specens.errors import UserError, one_line
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 DEVICE_FORM = re.compile(r"(auto|cpu|cuda|mps|xpu)(:\d+)?")
-QUANTIZATIONS = ("nf4", "fp4", "int8")
+QUANTIZATIONS = ("nf4", "fp4", "int8", "dynamic_int8")
+DYNAMIC_INT8 = "dynamic_int8"
+"""Not bitsandbytes': packed 8-bit weights for CPUs (specens.cpu)."""
 PROBE = "The quick brown fox, 1234 €; \n\tdef f(x): return x"
 """A text that tokenizers of one vocabulary, but with other rules, cut differently."""
 
@@ -57,11 +61,12 @@ class LoadedModel:
             "name": str(self.model.config.name_or_path),
             "model_type": self.model.config.model_type,
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "packed_weights": packing(self.model),
             "device": str(self.model.device),
             "attention": self.model.config._attn_implementation,
             "is_quantized": bool(getattr(self.model, "is_quantized", False)),
             "num_parameters": self.model.num_parameters(),
-            "num_bytes": self.model.get_memory_footprint(),
+            "num_bytes": self.model.get_memory_footprint() + packed_bytes(self.model),
         }
 
 
@@ -77,6 +82,9 @@ class Source(Protocol):
 class ModelSpec:
     """What to load and how. `source` is a hub id, a folder, or a Source; with `gguf_file`, a file in that folder or hub
     repository, which is unpacked into ordinary weights of `dtype`.
+
+    On a CPU, weights of float32 and float16 are `packed` (specens.cpu); with float16 only the weights are rounded, and what is
+    computed with them is float32.
     """
 
     source: str | Source
@@ -87,6 +95,7 @@ class ModelSpec:
     device_map: Any = None
     attention: str = "sdpa"
     quantization: str | None = None
+    packed: bool = True
     trust_remote_code: bool = False
 
     def check(self) -> None:
@@ -95,6 +104,10 @@ class ModelSpec:
             raise UserError(f"model dtype={self.dtype}: choose one of {', '.join(DTYPES)}")
         if self.quantization is not None:
             check_quantization(self.quantization)
+        if not isinstance(self.packed, bool):
+            raise UserError(f"model packed={self.packed!r}: give true or false")
+        if self.quantization == DYNAMIC_INT8 and self.torch_device() != "cpu":
+            raise UserError(f"quantization={DYNAMIC_INT8} is for CPUs: use int8 or nf4, or device=cpu")
         if self.attention not in ATTENTIONS:
             raise UserError(f"model attention={self.attention}: choose one of {', '.join(ATTENTIONS)}")
         if not DEVICE_FORM.fullmatch(self.device):
@@ -132,6 +145,8 @@ class ModelSpec:
             tokenizer = AutoTokenizer.from_pretrained(location, **options)
             model = AutoModelForCausalLM.from_pretrained(location, **options, **self._load_options(gguf_file))
             fit_to_cpu(model)
+            if self._is_on_cpu():
+                model = self._with_packed(model)
         except Exception as error:  # every loader has its own exceptions; the user needs one line
             raise UserError(f"cannot load {self._label(location, gguf_file)}: {one_line(error)}") from error
         return LoadedModel.of(model.eval(), tokenizer, self)
@@ -139,6 +154,19 @@ class ModelSpec:
     def load_for(self, target: Any) -> LoadedModel:
         """Load as a drafter of `target`."""
         return self.load()
+
+    def _is_on_cpu(self) -> bool:
+        return self.torch_device() == "cpu" and self.device_map is None
+
+    def _with_packed(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self.quantization == DYNAMIC_INT8:
+            return int8_packed(model.float())
+        if not self.packed or getattr(model, "is_quantized", False):
+            return model
+        dtype = model.dtype
+        if dtype in (torch.float32, torch.float16):
+            pack(model.float(), str(dtype).removeprefix("torch."))
+        return model
 
     def _location(self) -> tuple[str, str | None]:
         if not isinstance(self.source, str):
@@ -157,7 +185,7 @@ class ModelSpec:
             options["quantization_config"] = GgufConfig(gguf_file=gguf_file, dequantize=True)
         else:
             options["use_safetensors"] = True
-        if self.quantization is not None:
+        if self.quantization is not None and self.quantization != DYNAMIC_INT8:
             options["quantization_config"] = bitsandbytes_config(self.quantization)
         return options
 
@@ -167,7 +195,9 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TargetCopy:
-    """A bitsandbytes-quantised copy of whatever the target is, built from the target's own configuration."""
+    """A quantised copy of whatever the target is, built from the target's own configuration: bitsandbytes' or, for CPUs,
+    `dynamic_int8`.
+    """
 
     quantization: str = "nf4"
 
@@ -177,6 +207,8 @@ class TargetCopy:
     def load_for(self, target: Any) -> LoadedModel:
         """Load the target's weights again, quantised. A target made in memory or unpacked from GGUF is written out first."""
         self.check()
+        if self.quantization == DYNAMIC_INT8:
+            return LoadedModel.of(_int8_copy(target, self.quantization), target.tokenizer)
         spec = target.origin
         if isinstance(spec, ModelSpec) and spec._location()[1] is None:
             return replace(spec, quantization=self.quantization).load()
@@ -185,6 +217,23 @@ class TargetCopy:
             loaded = _load_quantized(folder, self.quantization, target.model)
         loaded.config.name_or_path = f"{target.name} ({self.quantization})"
         return LoadedModel.of(loaded, target.tokenizer)
+
+
+def _int8_copy(target: Any, quantization: str) -> PreTrainedModel:
+    """A model of its own over the target's weights in memory, of which only the packed 8-bit ones are new."""
+    if target.device.type != "cpu" or target.dtype != torch.float32:
+        raise UserError(f"quantization={quantization} needs a float32 or float16 target on a CPU: use int8 or nf4")
+    tensors = (*target.model.parameters(), *target.model.buffers())
+    model = copy.deepcopy(target.model, {id(tensor): tensor for tensor in tensors})
+    model.config.name_or_path = f"{target.name} ({quantization})"
+    return int8_packed(model)
+
+
+def int8_packed(model: PreTrainedModel) -> PreTrainedModel:
+    unpack(model)
+    pack(model, "int8")
+    setattr(model, "is_quantized", True)  # noqa: B010 - as transformers marks what bitsandbytes has quantised
+    return model
 
 
 def _load_quantized(folder: str, quantization: str, like: PreTrainedModel) -> PreTrainedModel:
@@ -216,7 +265,7 @@ def fit_to_cpu(model: PreTrainedModel) -> None:
 def check_quantization(quantization: str) -> None:
     if quantization not in QUANTIZATIONS:
         raise UserError(f"quantization={quantization}: choose one of {', '.join(QUANTIZATIONS)}, or null for none")
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if quantization != DYNAMIC_INT8 and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             f"quantization={quantization} needs bitsandbytes: pip install bitsandbytes, or leave that drafter out"
         )

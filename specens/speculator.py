@@ -19,7 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.budget import Budget, FixedBudget, Policy
+from specens.decoding.calibrate import calibrate
+from specens.decoding.costs import CostTable, read_costs, refreshed
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import merge_options, prepare
 from specens.decoding.loop import Decoder
@@ -55,6 +57,8 @@ class Speculator:
         decoder.drafter.bind(decoder.target)
         self.decoder = decoder
         self.seed = seed
+        self.costs = given_costs(decoder.budget)
+        self._policy: Policy | None = None
         self._done: list[Completion] = []
 
     @property
@@ -70,18 +74,35 @@ class Speculator:
         prompt_key: str,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> Completion:
-        """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted."""
+        """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted. What steps cost is
+        measured before the first prompt, for budgets that want to know, and follows the prompts after it.
+        """
+        costs = self.known_costs(prompt_ids)
         coupled = self.decoder.verifier.coupled
         sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key, coupled=coupled)
+        self._policy = self.decoder.budget.begin(self.decoder.drafter.members, costs, self._policy)
         cache, prefill_s = self.decoder.prefill(prompt_ids)
         steps: list[StepRecord] = []
-        for step in self.decoder.decode(prompt_ids, cache, sampler, stop):
+        for step in self.decoder.decode(prompt_ids, cache, sampler, stop, self._policy):
             steps.append(step)
             if on_step is not None:
                 on_step(step)
+        if (
+            self.costs is not None
+            and getattr(self.decoder.budget, "refresh", False)
+            and not is_given(self.decoder.budget)
+        ):
+            self.costs = refreshed(self.costs, steps)
         output_ids = tuple(token for step in steps for token in step.token_ids)
         decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
         return Completion(output_ids, str(steps[-1].finish_reason), tuple(steps), prefill_s, decode_s)
+
+    def known_costs(self, prompt_ids: Sequence[int]) -> CostTable:
+        """The cost table in force; measured now if the budget wants one and there is none."""
+        if self.costs is None and self.decoder.budget.needs_costs:
+            self.target.check_prompt(prompt_ids, len(prompt_ids))
+            self.costs = calibrate(self.decoder, tuple(prompt_ids), getattr(self.decoder.budget, "max_nodes", 64))
+        return self.costs or CostTable()
 
     def generate(
         self,
@@ -143,6 +164,15 @@ class Speculator:
             for number, done in enumerate(self._done)
         ]
         return drafter_table(summarise(*frames_of(rows)))
+
+
+def is_given(budget: Budget) -> bool:
+    """Whether the user gave the cost table, which then stays as it is."""
+    return getattr(budget, "costs", None) is not None
+
+
+def given_costs(budget: Budget) -> CostTable | None:
+    return read_costs(str(getattr(budget, "costs"))) if is_given(budget) else None  # noqa: B009
 
 
 def check_laws(verifier: Verifier, drafter: Drafter) -> None:

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specens.decoding.types import Member, Plan
+from specens.decoding.costs import CostTable
+from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree, depths_of
 from specens.errors import check_count
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
     """What a budget may look at: the members, the committed length, and how many more tokens the step may emit
-    (what is left of max_new_tokens and of the target's context, whichever is less; at least 1).
+    (what is left of max_new_tokens and of the target's context, whichever is less; at least 1). `is_blind`: members draw with
+    noise of their own, so that nodes have to be chosen before their tokens are seen.
     """
 
     members: tuple[Member, ...]
     context_tokens: int
     tokens_wanted: int
+    is_blind: bool = False
+
+
+RESETS = ("prompt", "run")
+"""When a budget forgets what it has learned."""
+
+
+class Policy(Protocol):
+    """A budget at work on one prompt. What it decides follows from what it was told, never from a clock."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        """Before anybody drafts: who does, and how much."""
+        ...
+
+    def select(self, tree: TokenTree) -> TokenTree:
+        """After merging: the nodes to verify, each with its parent. A tree with draws stays as it is."""
+        ...
+
+    def observe(self, draft: Draft, tree: TokenTree, commit: Commit) -> None:
+        """What was proposed, what of it was verified, and what was emitted."""
+        ...
 
 
 class Budget(Protocol):
-    """Plans every step before anybody drafts."""
+    """The options of a policy, and its beginning."""
 
-    def plan(self, context: PlanContext) -> Plan: ...
+    @property
+    def needs_costs(self) -> bool:
+        """Whether its policy wants to know what a step costs here."""
+        ...
+
+    def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:
+        """The policy of a new prompt; `earlier` is that of the prompt before, for budgets that remember."""
+        ...
 
 
 def draft_limit(member: Member, context: PlanContext) -> int:
@@ -50,6 +81,18 @@ class FixedBudget:
     def __post_init__(self) -> None:
         check_count("budget.max_nodes", self.max_nodes, 0)
 
+    @property
+    def needs_costs(self) -> bool:
+        return False
+
+    def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:
+        return self
+
+    def select(self, tree: TokenTree) -> TokenTree:
+        return tree
+
+    def observe(self, draft: Draft, tree: TokenTree, commit: Commit) -> None: ...
+
     def plan(self, context: PlanContext) -> Plan:
         depths = [draft_limit(member, context) if self.max_nodes else 0 for member in context.members]
         shares = tuple(
@@ -59,3 +102,12 @@ class FixedBudget:
         # A plain drafter has one member: the whole plan is then that member's own.
         num_nodes = min(sum(share.num_nodes for share in shares), self.max_nodes)
         return Plan(max(depths, default=0), num_nodes, shares, self.first_only)
+
+
+def depth_drafted(draft: Draft, num_members: int) -> list[int]:
+    """The depth of every member's own proposal."""
+    deepest = [0] * num_members
+    for node, depth in enumerate(depths_of(draft.parents)):
+        owner = draft.owner(node)
+        deepest[owner] = max(deepest[owner], depth)
+    return deepest

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specens.decoding.budget import Budget, PlanContext
+from specens.decoding.budget import Budget, PlanContext, Policy
 from specens.decoding.cache import KVCache
+from specens.decoding.costs import CostTable
 from specens.decoding.drafter import Drafter, condition, hidden_layers
 from specens.decoding.merge import merge
 from specens.decoding.sampling import Sampler, TreeAnswers
 from specens.decoding.stopping import StopRules
 from specens.decoding.target import Layout, Target
 from specens.decoding.timing import Stopwatch
-from specens.decoding.types import ROOT, Commit, Draft, Member, MemberRecord, StepRecord, TokenTree
+from specens.decoding.types import ROOT, Commit, Draft, Member, MemberRecord, Plan, StepRecord, TokenTree
 from specens.decoding.verify import Verifier
 from specens.errors import DrafterError
 
@@ -38,32 +39,49 @@ class Decoder:
         return cache, watch.read()["step"]
 
     def decode(
-        self, prompt_ids: Sequence[int], cache: KVCache, sampler: Sampler, stop: StopRules
+        self,
+        prompt_ids: Sequence[int],
+        cache: KVCache,
+        sampler: Sampler,
+        stop: StopRules,
+        policy: Policy | None = None,
     ) -> Iterator[StepRecord]:
-        """One record per step, until a stop rule ends the text."""
+        """One record per step, until a stop rule ends the text. `policy` is the budget at work, by default a new one that does
+        not know what steps cost.
+        """
+        policy = policy or self.budget.begin(self.drafter.members, CostTable())
         watch = Stopwatch(self.target.device)
         ids, step, reason = tuple(prompt_ids), 0, None  # a tuple: nobody who is shown the context can change it
         while reason is None:
             watch.restart()
-            plan = self.budget.plan(PlanContext(self.drafter.members, len(ids), stop.tokens_wanted(len(ids))))
+            wanted = stop.tokens_wanted(len(ids))
+            plan = policy.plan(PlanContext(self.drafter.members, len(ids), wanted, sampler.tells_laws))
             with watch.span("draft"):
                 own = sampler.fork(f"step {len(ids)}")  # the same where noise is shared: see Sampler
                 draft = self.drafter.propose(ids, plan, own) if plan.num_tokens else Draft()
                 check_draft(draft, self.drafter.members, self.target.vocab_size)
-            tree = merge(draft, plan, stop.eos_ids)
+            tree = policy.select(merge(draft, plan, stop.eos_ids))
             with watch.span("verify"):
                 logits = self.target.score(cache, ids[-1], tree, self.layout)
-            verdict = self.verifier(tree, TreeAnswers(sampler, ids, tree, logits))
+                verdict = self.verifier(tree, TreeAnswers(sampler, ids, tree, logits))
             commit = stop.trim(ids, tree, verdict)
             cache.accept(commit.path)
             condition(self.drafter, cache.hidden)
             self.drafter.observe(commit)
-            yield self._record(step, len(ids), draft, tree, commit, watch.read())
+            policy.observe(draft, tree, commit)
+            yield self._record(step, len(ids), plan, draft, tree, commit, watch.read())
             ids += commit.token_ids
             step, reason = step + 1, commit.finish_reason
 
     def _record(
-        self, step: int, context: int, draft: Draft, tree: TokenTree, commit: Commit, seconds: dict[str, float]
+        self,
+        step: int,
+        context: int,
+        plan: Plan,
+        draft: Draft,
+        tree: TokenTree,
+        commit: Commit,
+        seconds: dict[str, float],
     ) -> StepRecord:
         draft_s, verify_s = seconds["draft"], seconds["verify"]
         on_path = [*(tree.owners[node] for node in commit.path), 0]
@@ -82,9 +100,11 @@ class Decoder:
             layout=self.layout,
             finish_reason=commit.finish_reason,
             members=tuple(
-                score_member(member, index, draft, tree, commit, 1e3 * member_s[index])
+                score_member(member, index, plan, draft, tree, commit, 1e3 * member_s[index])
                 for index, member in enumerate(members)
             ),
+            mode=plan.mode,
+            rate=plan.rate,
         )
 
 
@@ -116,7 +136,7 @@ def _is_law(law: Any, token: int, vocab_size: int) -> bool:
 
 
 def score_member(
-    member: Member, index: int, draft: Draft, tree: TokenTree, commit: Commit, draft_ms: float
+    member: Member, index: int, plan: Plan, draft: Draft, tree: TokenTree, commit: Commit, draft_ms: float
 ) -> MemberRecord:
     """Compare a member's whole proposal, pruned nodes included, with the emitted tokens."""
     own = [node for node in range(len(draft)) if draft.owner(node) == index]
@@ -136,4 +156,5 @@ def score_member(
         num_matched=num_matched,
         num_tested=num_tested,
         draft_ms=draft_ms,
+        num_planned=(plan.members[index] if plan.members else plan).num_tokens,
     )

@@ -26,6 +26,7 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
     owners: list[int] = []
     draws: list[Drawn] = []
     turns: list[int] = []  # of a node: the earliest at which a member proposed it
+    claims: list[tuple[tuple[int, float | None], ...]] = []
     merged: dict[tuple[int, int], int] = {}
     depths, shares = depths_of(draft.parents), _shares(draft, plan)
     num_kept = [0] * len(shares)
@@ -46,13 +47,21 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
             parents.append(above)
             owners.append(0)
             turns.append(turn)
+            claims.append(())
         owners[node] |= 1 << owner
+        claims[node] += ((owner, draft.claim(index)),)
         turns[node] = min(turns[node], turn)
         place.append(node)
         if draft.laws and draft.laws[index] is not None:
             draws.append(Drawn(node, owner, draft.laws[index]))
     tree = TokenTree(
-        tuple(token_ids), tuple(parents), depths_of(tuple(parents)), tuple(owners), tuple(draws), _is_drawn_row(draft)
+        token_ids=tuple(token_ids),
+        parents=tuple(parents),
+        depths=depths_of(tuple(parents)),
+        owners=tuple(owners),
+        draws=tuple(draws),
+        is_drawn_row=_is_drawn_row(draft),
+        claims=tuple(claims),
     )
     return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
 
@@ -70,14 +79,7 @@ def _is_drawn_row(draft: Draft) -> bool:
 def _cut(tree: TokenTree, turns: Sequence[int], num_nodes: int) -> TokenTree:
     """The `num_nodes` nodes with the earliest turns, those with more owners first; in their old order."""
     rank = sorted(range(len(tree)), key=lambda node: (turns[node], -tree.owners[node].bit_count(), node))
-    kept = sorted(rank[:num_nodes])
-    new_index = {node: index for index, node in enumerate(kept)}
-    return TokenTree(
-        token_ids=tuple(tree.token_ids[node] for node in kept),
-        parents=tuple(new_index.get(tree.parents[node], ROOT) for node in kept),
-        depths=tuple(tree.depths[node] for node in kept),
-        owners=tuple(tree.owners[node] for node in kept),
-    )
+    return tree.only(rank[:num_nodes])
 
 
 def _cut_blindly(draft: Draft, plan: Plan) -> Draft:
@@ -105,4 +107,5 @@ def _cut_blindly(draft: Draft, plan: Plan) -> Draft:
         parents=tuple(new_index.get(draft.parents[node], ROOT) for node in kept),
         owners=tuple(draft.owner(node) for node in kept),
         laws=tuple(draft.laws[node] for node in kept),
+        claims=tuple(draft.claim(node) for node in kept),
     )

@@ -7,7 +7,7 @@ committed token. Parents stand before their children, so a chain is the forest w
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +49,20 @@ class Plan:
     """How much to draft in a step. Depth 0 means: stay silent.
 
     A plan mirrors the drafter it is for: `members[i]` is the plan of an ensemble's i-th member. With `first_only`, members
-    are asked in order and the first that has something to say drafts alone.
+    are asked in order and the first that has something to say drafts alone. A drafter for which every further depth costs time,
+    and which knows its probabilities, need not go below a path that it takes for less likely than `min_claim`.
+
+    `mode` and `rate` say for the records what the budget was about: `draft`, `probe` (to learn what somebody is worth) or `plain`,
+    and the tokens per millisecond that the step had to beat.
     """
 
     num_tokens: int
     num_nodes: int
     members: tuple[Plan, ...] = ()
     first_only: bool = False
+    min_claim: float = 0.0
+    mode: str = "draft"
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,9 @@ class Draft:
     None for a token that was not drawn (empty: none was). Only verifiers that test drafts want it, and leaving it out of a whole
     draft is always safe: a draw whose law is not told counts as certain, and is accepted less often. (A member that looks at
     another's draw must not let it decide how many nodes it proposes: nodes count when a budget is short.)
+
+    `claims[i]` is the drafter's own estimate of the probability that the path down to node i is what the target will say; None
+    where it has none (empty: nowhere). Budgets that weigh nodes begin with it, and learn how often such claims come true.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -76,6 +86,7 @@ class Draft:
     owners: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
     laws: tuple[Any, ...] = ()
+    claims: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         # Plain ints, whatever kind of integer a drafter counts in: the items of a tensor would never equal a token.
@@ -89,19 +100,24 @@ class Draft:
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.owners)} owners")
         if len(self.laws) not in (0, len(self.token_ids)):
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.laws)} laws")
+        if len(self.claims) not in (0, len(self.token_ids)):
+            raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.claims)} claims")
         if all(law is None for law in self.laws):
             object.__setattr__(self, "laws", ())
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int], laws: Sequence[Any] = ()) -> Draft:
+    def chain(cls, token_ids: Sequence[int], laws: Sequence[Any] = (), claims: Sequence[float | None] = ()) -> Draft:
         """A draft without branches: every token hangs on the one before."""
-        return cls(tuple(token_ids), chain_parents(len(token_ids)), laws=tuple(laws))
+        return cls(tuple(token_ids), chain_parents(len(token_ids)), laws=tuple(laws), claims=tuple(claims))
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def owner(self, node: int) -> int:
         return self.owners[node] if self.owners else 0
+
+    def claim(self, node: int) -> float | None:
+        return self.claims[node] if self.claims else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +136,7 @@ class TokenTree:
 
     `draws` are the drawn tokens in the order in which they were drafted, which is fixed before anyone sees them; two draws
     of one token are one node, but two draws. `is_drawn_row`: all that was drafted is one chain of draws by one member.
+    `claims[i]` are what its owners claim of node i: (owner, claim) each.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -128,6 +145,7 @@ class TokenTree:
     owners: tuple[int, ...] = ()
     draws: tuple[Drawn, ...] = ()
     is_drawn_row: bool = False
+    claims: tuple[tuple[tuple[int, float | None], ...], ...] = ()
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> TokenTree:
@@ -137,6 +155,21 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def only(self, nodes: Collection[int]) -> TokenTree:
+        """The tree of some of its nodes, each with its parent, in their old order. Not for trees with draws: which of them stay
+        is decided before they are merged.
+        """
+        assert not self.draws, "draws are cut blindly"
+        kept = sorted(nodes)
+        new_index = {node: index for index, node in enumerate(kept)}
+        return TokenTree(
+            token_ids=tuple(self.token_ids[node] for node in kept),
+            parents=tuple(new_index.get(self.parents[node], ROOT) for node in kept),
+            depths=tuple(self.depths[node] for node in kept),
+            owners=tuple(self.owners[node] for node in kept),
+            claims=tuple(self.claims[node] for node in kept) if self.claims else (),
+        )
 
     def children(self) -> dict[int, dict[int, int]]:
         """parent -> token id -> node."""
@@ -191,6 +224,7 @@ class MemberRecord:
     `num_drafted` nodes it proposed, `num_verified` those that were in the verified tree, `num_matched` the length of agreement
     of its own proposal with the emitted tokens (pruned nodes count), `num_tested` the number of depths at which it had a
     proposal on the matching branch and the emitted token is known (`num_matched` or one more). `draft_ms` its drafting time.
+    `num_planned` is the depth that the budget gave it (0: not asked).
     """
 
     drafter: str
@@ -199,6 +233,7 @@ class MemberRecord:
     num_matched: int
     num_tested: int
     draft_ms: float
+    num_planned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +241,8 @@ class StepRecord:
     """One step: exactly one target forward. `context_tokens` is the committed length before the step.
 
     `token_owners[i]` is the bit mask of members that proposed emitted token i on the committed path (0: the target's own).
-    Times are milliseconds: `draft_ms` all drafting, `verify_ms` the target's forward, `host_ms` the rest of the step.
+    Times are milliseconds: `draft_ms` all drafting, `verify_ms` the target's forward and the verdict, `host_ms` the rest of the
+    step. `mode` is what the budget was about (see its policies), with the rate in tokens per ms by which it judged.
     """
 
     step: int
@@ -221,6 +257,8 @@ class StepRecord:
     layout: str
     finish_reason: str | None = None
     members: tuple[MemberRecord, ...] = field(default=())
+    mode: str = "draft"
+    rate: float | None = None
 
     @property
     def num_emitted(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specens.cpu import DRAFTER_KIND, pack, packing
 from specens.drafters.vocabulary import AFTER_PROJECTION, TrimmedHead
 from specens.errors import UserError
 from specens.models import LoadedModel
@@ -45,7 +46,11 @@ class Distilled:
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         share_embeddings(model, target.model)
-        model.set_output_embeddings(TrimmedHead(target.model, kept_ids))
+        head = TrimmedHead(target.model, kept_ids)
+        if packing(target.model) is not None:
+            pack(model, DRAFTER_KIND)
+            head.pack(DRAFTER_KIND)
+        model.set_output_embeddings(head)
         model.config.name_or_path = f"{target.name} ({KIND}, {len(layers)} layers)"
         return LoadedModel.of(model.eval(), target.tokenizer)
 

@@ -69,6 +69,7 @@ class Ensemble:
         owners: list[int] = []
         seconds: list[float] = []
         laws: list[Any] = []
+        claims: list[float | None] = []
         shares = iter(plan.members or [plan] * len(self.members))
         for name, drafter in self._drafters.items():
             share = _plan_of([next(shares) for _ in drafter.members], plan)
@@ -80,9 +81,10 @@ class Ensemble:
             token_ids += draft.token_ids
             parents += [parent if parent == ROOT else parent + offset for parent in draft.parents]
             laws += draft.laws or [None] * len(draft)
+            claims += draft.claims or [None] * len(draft)
             owners += [first_owner + draft.owner(node) for node in range(len(draft))]
             seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
-        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), tuple(laws))
+        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), tuple(laws), tuple(claims))
 
     def observe(self, commit: Commit) -> None:
         for drafter in self._drafters.values():

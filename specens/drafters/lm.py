@@ -91,6 +91,8 @@ class LanguageModel:
         self._base = len(ids)
         num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
         drawn: list[list[tuple[int, torch.Tensor | None]]] = []  # at each depth: the chain's token, and its next best
+        claims: list[list[float]] = []
+        path = 1.0  # the probability of the chain so far
         for _ in range(plan.num_tokens):
             logits = self._next_logits(ids)
             if logits is None:
@@ -100,11 +102,17 @@ class LanguageModel:
                 break
             drawn.append(row)
             ids.append(row[0][0])
+            probs = logits.float().softmax(-1)[[token for token, _ in row]].tolist()
+            claims.append([path * prob for prob in probs])
+            path *= probs[0]
+            if path < plan.min_claim:
+                break
         self._drafted = ids[self._base :]
         chain = [(*row[0], depth - 1) for depth, row in enumerate(drawn)]
         beside = [(*entry, depth - 1) for depth, row in enumerate(drawn) for entry in row[1:]]
         tokens, laws, parents = zip(*chain, *beside, strict=True) if drawn else ((), (), ())
-        return Draft(tokens, parents, laws=laws)
+        said = [row[0] for row in claims] + [claim for row in claims for claim in row[1:]]
+        return Draft(tokens, parents, laws=laws, claims=tuple(said))
 
     @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:

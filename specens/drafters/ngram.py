@@ -17,6 +17,16 @@ from specens.errors import UserError, check_count
 MAX_MATCHES = 64
 """Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
 
+HIT_RATES = (0.2, 0.55, 0.65, 0.8, 0.85, 0.88, 0.9, 0.92)
+"""How often the next token agrees too, after so many that did (the last: or more). Counted, and rounded, on a thousand greedy answers
+of SmolLM2-135M-Instruct; where a text is another, the budget learns it.
+"""
+
+
+def hit_rate(matched: int) -> float:
+    """How often the next token is the same after `matched` tokens that were."""
+    return HIT_RATES[min(matched, len(HIT_RATES)) - 1]
+
 
 class NGram:
     """Longest match first, then the newest; up to `num_continuations` different continuations, hung together as a tree.
@@ -65,13 +75,16 @@ class NGram:
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         token_ids: list[int] = []
         parents: list[int] = []
+        claims: list[float] = []
         children: dict[tuple[int, int], int] = {}
         num_continuations = 0
-        for begin in islice(self._matches(), MAX_MATCHES):
+        for begin, matched in islice(self._matches(), MAX_MATCHES):
             if num_continuations == self._num_continuations or len(token_ids) >= plan.num_nodes:
                 break
             before, node = len(token_ids), ROOT
-            for token in self._continuation(begin, plan.num_tokens):
+            claim = 1.0
+            for depth, token in enumerate(self._continuation(begin, plan.num_tokens), start=matched):
+                claim *= hit_rate(depth)
                 child = children.get((node, token))
                 if child is None:
                     if len(token_ids) >= plan.num_nodes:
@@ -79,12 +92,13 @@ class NGram:
                     child = children[(node, token)] = len(token_ids)
                     token_ids.append(token)
                     parents.append(node)
+                    claims.append(claim)
                 node = child
             num_continuations += len(token_ids) > before
-        return Draft(tuple(token_ids), tuple(parents))
+        return Draft(tuple(token_ids), tuple(parents), claims=tuple(claims))
 
-    def _matches(self) -> Iterator[int]:
-        """Positions of the tokens that followed an earlier copy of the text's end."""
+    def _matches(self) -> Iterator[tuple[int, int]]:
+        """Positions of the tokens that followed an earlier copy of the text's end, and the copy's length."""
         seen: set[int] = set()
         for length in self._lengths:
             if length > len(self._ids):
@@ -92,7 +106,7 @@ class NGram:
             for begin in reversed(self._ends.get(tuple(self._ids[-length:]), ())):
                 if begin not in seen:
                     seen.add(begin)
-                    yield begin
+                    yield begin, length
 
     def _continuation(self, begin: int, length: int) -> Iterator[int]:
         period = len(self._ids) - begin

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specens.cpu import DRAFTER_KIND, pack, packing
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
@@ -86,6 +87,9 @@ class NonAutoregressive:
             )
         self._head = TrimmedHead(target.model, kept_ids).to(target.device)  # a target may lie on several devices
         self._network = network.to(self._head.weight).eval()
+        if packing(target.model) is not None:
+            pack(self._network, "float16")
+            self._head.pack(DRAFTER_KIND)
         self._embeddings, self._training = target.model.get_input_embeddings(), trained.training
 
     def start(self, prompt_ids: Sequence[int]) -> None:
@@ -143,6 +147,7 @@ def product_tree(probabilities: Sequence[Sequence[float]], token_ids: Sequence[S
     """
     tokens: list[int] = []
     parents: list[int] = []
+    claims: list[float] = []
     # (-probability, depth, rank at this depth, parent node, probability of the parent)
     heap: list[tuple[float, int, int, int, float]] = [(-probabilities[0][0], 0, 0, ROOT, 1.0)]
     while heap and len(tokens) < num_nodes:
@@ -150,11 +155,12 @@ def product_tree(probabilities: Sequence[Sequence[float]], token_ids: Sequence[S
         node = len(tokens)
         tokens.append(token_ids[depth][rank])
         parents.append(parent)
+        claims.append(-negative)
         if rank + 1 < len(probabilities[depth]) and probabilities[depth][rank + 1] > 0:
             heapq.heappush(heap, (-above * probabilities[depth][rank + 1], depth, rank + 1, parent, above))
         if depth + 1 < len(probabilities):
             heapq.heappush(heap, (negative * probabilities[depth + 1][0], depth + 1, 0, node, -negative))
-    return Draft(tuple(tokens), tuple(parents))
+    return Draft(tuple(tokens), tuple(parents), claims=tuple(claims))
 
 
 def _drawn_row(
@@ -181,4 +187,5 @@ def _with_row(tree: Draft, row: Sequence[tuple[int, torch.Tensor | None]]) -> Dr
         tree.token_ids + tuple(token for token, _ in row),
         tree.parents + parents,
         laws=(None,) * len(tree) + tuple(law for _, law in row),
+        claims=tree.claims + (None,) * len(row),
     )

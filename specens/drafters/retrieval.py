@@ -180,6 +180,7 @@ def likeliest(
     """
     token_ids: list[int] = []
     parents: list[int] = []
+    claims: list[float] = []
     order = count()  # of two equally probable nodes the one that was found first
     heap: list[tuple[float, int, int, int, int, Sequence[Voice]]] = []
 
@@ -197,9 +198,10 @@ def likeliest(
 
     add_children(ROOT, 0, voices)
     while heap:
-        _, _, token, parent, depth, voices = heapq.heappop(heap)
+        chance, _, token, parent, depth, voices = heapq.heappop(heap)
         token_ids.append(token)
         parents.append(parent)
+        claims.append(-chance)
         if len(token_ids) == plan.num_nodes:
             break
         if depth + 1 < plan.num_tokens and token not in eos_ids:
@@ -211,7 +213,7 @@ def likeliest(
                     share = length * (high - low) / (length * (end - begin) + DOUBT)
                     deeper.append(Voice(length, weight * share, low, high))
             add_children(len(token_ids) - 1, depth + 1, deeper)
-    return Draft(tuple(token_ids), tuple(parents))
+    return Draft(tuple(token_ids), tuple(parents), claims=tuple(claims))
 
 
 class Grown:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from specens.cpu import packed_linear
 from specens.errors import UserError
 
 AFTER_PROJECTION = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
@@ -38,11 +39,19 @@ class TrimmedHead(nn.Module):
         self.register_buffer("weight", head.weight.detach()[kept_ids].clone(), persistent=False)
         bias = getattr(head, "bias", None)
         self.register_buffer("bias", None if bias is None else bias.detach()[kept_ids].clone(), persistent=False)
+        self._packed: nn.Linear | None = None
+
+    def pack(self, kind: str) -> None:
+        """Compute with packed weights from now on (specens.cpu)."""
+        self._packed = packed_linear(self.weight, self.bias, kind)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[..., kept]`, computed in the dtype of `hidden`."""
-        bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        logits = linear(hidden, self.weight.to(hidden.dtype), bias)
+        if self._packed is not None:
+            logits = self._packed(hidden)
+        else:
+            bias = None if self.bias is None else self.bias.to(hidden.dtype)
+            logits = linear(hidden, self.weight.to(hidden.dtype), bias)
         if self.scale != 1:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap

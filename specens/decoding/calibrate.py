@@ -1,0 +1,122 @@
+"""Measure what a step costs on this machine, in a few seconds: see `costs.CostTable`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specens.decoding.budget import PlanContext, draft_limit
+from specens.decoding.cache import KVCache
+from specens.decoding.costs import CostTable, Points
+from specens.decoding.loop import Decoder
+from specens.decoding.sampling import Sampler
+from specens.decoding.stopping import StopRules
+from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenTree, depths_of
+
+WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Trees that are timed, up to the budget's own most."""
+
+REPEATS = 5
+"""Timings of each; the second fastest counts, as a busy machine only ever adds."""
+
+BRANCH = 4
+"""Depth of the branches of the trees that are timed."""
+
+
+MOST_CONTEXT = 512
+"""Of a longer prompt only the beginning is used, so that calibration takes seconds; what a longer context costs, the prompts'
+own steps say.
+"""
+
+
+def calibrate(decoder: Decoder, prompt_ids: Sequence[int], max_nodes: int) -> CostTable:
+    """Time the target over trees of growing width behind a prompt, and each member alone at depth 1 and at its full depth."""
+    members = decoder.drafter.members
+    most = max((member.num_draft_tokens for member in members), default=0)
+    room = decoder.target.context_limit or MOST_CONTEXT + BRANCH + most + 2 * REPEATS * len(members)
+    prompt_ids = prompt_ids[: max(min(room - BRANCH - most - 2 * REPEATS * len(members), MOST_CONTEXT), 1)]
+    cache, _ = decoder.prefill(prompt_ids)
+    _verify(decoder, cache, prompt_ids, max_nodes)  # so that nothing is timed cold
+    verify = tuple(
+        (width, sorted(_verify(decoder, cache, prompt_ids, width) for _ in range(REPEATS))[1])
+        for width in WIDTHS
+        if width <= max_nodes
+    )
+    steps = _solo_drafts(decoder, prompt_ids)
+    draft = {member.name: _points(steps, index) for index, member in enumerate(members)}
+    host_ms = statistics.median(step.host_ms for step in steps) if steps else 0.0
+    return CostTable(verify, {name: row for name, row in draft.items() if row}, host_ms, origin="calibrated")
+
+
+def _verify(decoder: Decoder, cache: KVCache, prompt_ids: Sequence[int], width: int) -> float:
+    """Milliseconds of one forward over `width` nodes, its best tokens read. The cache is afterwards what it was."""
+    tree = comb(prompt_ids, width)
+    begin = time.perf_counter()
+    decoder.target.score(cache, prompt_ids[-1], tree, decoder.layout).argmax(-1).tolist()
+    took = 1e3 * (time.perf_counter() - begin)
+    cache.accept(())
+    cache.rollback(len(prompt_ids) - 1)
+    return took
+
+
+def comb(token_ids: Sequence[int], width: int) -> TokenTree:
+    """Branches of BRANCH nodes side by side, `width` in all. (Siblings may carry one token: nobody verifies them.)"""
+    parents = tuple(ROOT if node % BRANCH == 0 else node - 1 for node in range(width))
+    tokens = tuple(token_ids[node % len(token_ids)] for node in range(width))
+    return TokenTree(tokens, parents, depths_of(parents), (1,) * width)
+
+
+@dataclass
+class _Solos:
+    """A policy under which one member drafts at a time, each a few steps in a row, and nothing is verified."""
+
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """(member, depth) of every step."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        index, depth = self.turns.pop(0)
+        shares = tuple(
+            Plan(min(depth, draft_limit(member, context)), member.num_draft_nodes) if place == index else Plan(0, 0)
+            for place, member in enumerate(context.members)
+        )
+        return Plan(shares[index].num_tokens, shares[index].num_nodes, shares)
+
+    def select(self, tree: TokenTree) -> TokenTree:
+        return TokenTree()
+
+    def observe(self, draft: Draft, tree: TokenTree, commit: Commit) -> None: ...
+
+
+def _solo_drafts(decoder: Decoder, prompt_ids: Sequence[int]) -> list[StepRecord]:
+    members = enumerate(decoder.drafter.members)
+    depths = [(index, depth) for index, member in members for depth in sorted({1, member.num_draft_tokens})]
+    policy = _Solos([turn for turn in depths for _ in range(REPEATS)])
+    most = max((member.num_draft_tokens for member in decoder.drafter.members), default=0)
+    stop = StopRules(len(prompt_ids) + len(policy.turns) + most, (), decoder.target.context_limit)
+    steps: list[StepRecord] = []
+    if policy.turns:
+        cache, _ = decoder.prefill(prompt_ids)
+        for step in decoder.decode(prompt_ids, cache, Sampler(), stop, policy):
+            steps.append(step)
+            if not policy.turns:
+                break
+    return steps
+
+
+def _points(steps: Sequence[StepRecord], index: int) -> Points:
+    """A member's milliseconds by depth: the median of the steps in which it had something to say, or else of those in which it
+    was asked; the first of a row, in which it catches up with what it missed, is left out.
+    """
+    times: dict[int, list[tuple[bool, float]]] = {}
+    for step in steps:
+        member = step.members[index]
+        if member.num_planned:
+            times.setdefault(member.num_planned, []).append((member.num_drafted > 0, member.draft_ms))
+    points: list[tuple[int, float]] = []
+    for depth, row in sorted(times.items()):
+        row = row[1:] or row
+        said = [ms for has_drafted, ms in row if has_drafted] or [ms for _, ms in row]
+        points.append((depth, max(statistics.median(said), points[-1][1] if points else 0.0)))
+    return tuple(points)

@@ -1,0 +1,169 @@
+"""What a step costs: milliseconds of a target forward by its width, and of every member by how deep it drafts. Pure: budgets and
+replay decide from such a table, never from the clock of the step at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specens.decoding.types import StepRecord
+from specens.errors import UserError, one_line
+
+Points = tuple[tuple[int, float], ...]
+"""(count, milliseconds) with rising counts; between two points the line, beyond the last the slope of the last two."""
+
+LEAST_SAMPLES = 3
+"""A prompt's steps move a cost only if there are this many of the kind."""
+
+MOST_CHANGE = 2.0
+"""One prompt changes no cost by more than this factor: it may have met a busy machine."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """`verify_ms`: a target forward over the last committed token and so many nodes (0: plain decoding). `draft_ms`: for each
+    member by the depth of its draft. `host_ms`: the rest of a step. `origin` says where the numbers come from.
+    """
+
+    verify_ms: Points = ((0, 1.0),)
+    draft_ms: Mapping[str, Points] = field(default_factory=dict)
+    host_ms: float = 0.0
+    origin: str = "none: every step is taken to cost the same"
+
+    def __post_init__(self) -> None:
+        rows = [("verify_ms", self.verify_ms), *((f"draft_ms.{name}", row) for name, row in self.draft_ms.items())]
+        for name, row in rows:
+            counts = [count for count, _ in row]
+            if not row or counts != sorted(set(counts)) or any(not 0 <= ms < 1e9 for _, ms in row):
+                raise UserError(
+                    f"costs: {name} must be pairs [count, milliseconds] with rising counts, got {list(row)}"
+                )
+        if self.verify_ms[0][0] != 0 or self.verify_ms[0][1] <= 0:
+            raise UserError(f"costs: verify_ms must begin with the cost of 0 nodes, got {list(self.verify_ms[:1])}")
+
+    def verify(self, num_nodes: int) -> float:
+        """Milliseconds of one forward over `num_nodes` nodes. Never less than over fewer: measured dips are noise."""
+        return self._verify(num_nodes)
+
+    @cached_property
+    def _verify(self) -> Callable[[int], float]:
+        known: dict[int, float] = {}
+        points, least = [], 0.0
+        for count, ms in self.verify_ms:
+            least = max(least, ms)
+            points.append((count, least))
+
+        def at(num_nodes: int) -> float:
+            if num_nodes not in known:
+                known[num_nodes] = interpolate(points, num_nodes)
+            return known[num_nodes]
+
+        return at
+
+    def draft(self, name: str, depth: float) -> float:
+        """Milliseconds of a member's draft of this depth; 0 for one that is not in the table."""
+        points = self.draft_ms.get(name)
+        return interpolate(points, depth) if points and depth > 0 else 0.0
+
+    def plain(self) -> float:
+        """Milliseconds of a step without drafts."""
+        return self.verify(0) + self.host_ms
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "verify_ms": [list(point) for point in self.verify_ms],
+            "draft_ms": {name: [list(point) for point in row] for name, row in self.draft_ms.items()},
+            "host_ms": self.host_ms,
+            "origin": self.origin,
+        }
+
+    @classmethod
+    def of(cls, content: Any, origin: str = "") -> CostTable:
+        """The inverse of `content`. Raises UserError for anything else."""
+        try:
+            return cls(
+                tuple((int(count), float(ms)) for count, ms in content["verify_ms"]),
+                {
+                    str(name): tuple((int(count), float(ms)) for count, ms in row)
+                    for name, row in content["draft_ms"].items()
+                },
+                float(content.get("host_ms", 0.0)),
+                origin or str(content.get("origin", "")),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"costs: not a cost table ({type(error).__name__}: {error}); it has verify_ms, draft_ms and host_ms"
+            ) from error
+
+
+def read_costs(path: str) -> CostTable:
+    """The table in a JSON file: a table alone, or the versions of a run's costs.json, of which the last."""
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"costs {path}: cannot be read ({one_line(error)}); give a JSON file with a cost table"
+        ) from error
+    if isinstance(content, dict) and content.get("versions"):
+        content = content["versions"][-1]["table"]
+    return CostTable.of(content, origin=path)
+
+
+def check_costs(path: str | None) -> None:
+    if path is not None:
+        read_costs(str(path))
+
+
+def interpolate(points: Sequence[tuple[int, float]], count: float) -> float:
+    place = bisect_left([at for at, _ in points], count)
+    if place < len(points) and points[place][0] == count:
+        return points[place][1]
+    if len(points) == 1 or place == 0:
+        return points[0][1]
+    (low, before), (high, after) = points[min(place, len(points) - 1) - 1 :][:2]
+    return max(before + (after - before) * (count - low) / (high - low), 0.0)
+
+
+def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
+    """The table moved half way to what the steps of a finished prompt really took: plain forwards, wider ones, every member and the
+    host each by one factor, the median of measured over expected; the first step, which may be cold, does not count.
+    """
+    steps = list(steps)[1:]
+    plain = _factor([(step.verify_ms, table.verify(0)) for step in steps if step.num_nodes == 0])
+    wider = _factor([(step.verify_ms, table.verify(step.num_nodes)) for step in steps if step.num_nodes > 0])
+    plain, wider = plain or wider or 1.0, wider or plain or 1.0
+    members = {name for step in steps for name in (member.drafter for member in step.members)}
+    factors = {name: _factor(list(_draft_times(table, steps, name))) or 1.0 for name in members}
+    host = [step.host_ms for step in steps]
+    return replace(
+        table,
+        verify_ms=tuple((count, ms * (wider if count else plain)) for count, ms in table.verify_ms),
+        draft_ms={
+            name: tuple((count, ms * factors.get(name, 1.0)) for count, ms in row)
+            for name, row in table.draft_ms.items()
+        },
+        host_ms=(table.host_ms + statistics.median(host)) / 2 if len(host) >= LEAST_SAMPLES else table.host_ms,
+    )
+
+
+def _draft_times(table: CostTable, steps: Sequence[StepRecord], name: str) -> Iterable[tuple[float, float]]:
+    for step in steps:
+        for member in step.members:
+            if member.drafter == name and member.num_planned and member.num_drafted:
+                yield member.draft_ms, table.draft(name, min(member.num_planned, member.num_drafted))
+
+
+def _factor(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Half way (in logarithm) to the median of measured / expected; None when there is too little to say."""
+    ratios = [measured / expected for measured, expected in pairs if measured > 0 and expected > 0]
+    if len(ratios) < LEAST_SAMPLES:
+        return None
+    return min(max(statistics.median(ratios), 1 / MOST_CHANGE), MOST_CHANGE) ** 0.5

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specens.decoding.attention import grouped
 from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
 from specens.decoding.types import ROOT, TokenTree
 from specens.errors import UserError, one_line
@@ -181,7 +182,8 @@ class Target:
             inputs["logits_to_keep"] = 1
         if cache.hidden_layers:  # the layers named, or all of them from models of the older kind
             inputs["output_hidden_states"] = list(cache.hidden_layers)
-        output = self.model(**inputs, cache=cache.states, use_cache=True)
+        with grouped(self.model):
+            output = self.model(**inputs, cache=cache.states, use_cache=True)
         cache.hidden = {layer: output.hidden_states[layer] for layer in cache.hidden_layers}
         return output.logits
 

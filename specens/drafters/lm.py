@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
@@ -150,5 +151,6 @@ def feed(loaded: LoadedModel, cache: KVCache, ids: Sequence[int]) -> torch.Tenso
     if max(new) >= embeddings.shape[0]:  # pyright: ignore[reportIndexIssue]
         return None
     batch = torch.tensor([new], device=embeddings.device)  # pyright: ignore[reportArgumentType]
-    output = loaded.model(batch, cache=cache.states, use_cache=True, **loaded.last_logits_only)
+    with grouped(loaded.model):
+        output = loaded.model(batch, cache=cache.states, use_cache=True, **loaded.last_logits_only)
     return output.logits[0, -1]

@@ -23,8 +23,8 @@ from specens.errors import UserError, check_count
 CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Claims between two of these are corrected together."""
 
-TRUST = 4.0
-"""A claim counts for as many observations."""
+TRUST, TRUST_ALL = 8.0, 2.0
+"""A claim counts for as many observations of claims as high; that a member's claims are right, for so many that came true."""
 
 MEMORY = 0.98
 """What an observation counts after one more step: texts change."""
@@ -45,35 +45,38 @@ draft, it is not tried."""
 FIRST_SHARE, LAST_SHARE = 0.02, 0.0025
 """Of the time of decoding, what may go into asking a member again that did not pay: halved each time it does not."""
 
-FIRST_PAUSE, LAST_PAUSE = 4, 64
-"""Steps without drafts while drafting loses, before it is tried again: doubled each time it loses."""
-
-GUARD_STEPS, PROBE_STEPS = 8, 2
-"""So many drafted steps are judged together by the guard, and so many after a pause."""
-
-TOLERANCE = 1.01
-"""What drafted steps may cost per token, in plain decoding's, before the guard steps in: silent members cost a little too."""
+ALLOWANCE, LOSS_SHARE, CREDIT = 2.0, 0.01, 4.0
+"""The guard lets drafting lose so many plain steps in a text, and this share of its time; of what it has gained, so many plain steps
+count against later losses.
+"""
 
 
 @dataclass
 class Calibration:
-    """How often a member's claims come true, by how high they are."""
+    """How often a member's claims come true: all of them together, and by how high they are."""
 
     hits: list[float] = field(default_factory=lambda: [0.0] * (len(CLAIM_EDGES) + 1))
     tries: list[float] = field(default_factory=lambda: [0.0] * (len(CLAIM_EDGES) + 1))
+    claimed: float = 0.0
+    came_true: float = 0.0
 
     def chance(self, claim: float) -> float:
         place = bisect_right(CLAIM_EDGES, claim)
-        return (self.hits[place] + TRUST * claim) / (self.tries[place] + TRUST)
+        expected = claim * (self.came_true + TRUST_ALL) / (self.claimed + TRUST_ALL)
+        return (self.hits[place] + TRUST * min(expected, 1.0)) / (self.tries[place] + TRUST)
 
     def learn(self, claim: float, is_hit: bool) -> None:
         place = bisect_right(CLAIM_EDGES, claim)
         self.hits[place] += is_hit
         self.tries[place] += 1
+        self.came_true += is_hit
+        self.claimed += claim
 
     def fade(self) -> None:
         self.hits = [MEMORY * count for count in self.hits]
         self.tries = [MEMORY * count for count in self.tries]
+        self.came_true *= MEMORY
+        self.claimed *= MEMORY
 
 
 @dataclass
@@ -130,8 +133,7 @@ class CostAware:
         self._claims = [Calibration() for _ in members]
         self._worth = [self._hoped(member) for member in members]
         self._emitted = self._spent = 0.0  # fading sums: tokens, and what the table says they cost in ms
-        self._guard: list[tuple[int, float]] = []
-        self._pause, self._paused_steps = 0, 0
+        self._balance = self._elapsed = 0.0  # ms gained over plain decoding, at most CREDIT steps; ms of all steps
         self._width = float(options.max_nodes)  # for drafts that must be cut before they are seen
         self._step: _Step | None = None
 
@@ -163,9 +165,9 @@ class CostAware:
 
     def _asked(self, depths: Sequence[int], rate: float) -> tuple[list[bool], str]:
         """Who drafts, and what the step is about."""
-        if self._paused_steps < self._pause:
+        if self.options.guard and self._balance < -(ALLOWANCE * self.costs.plain() + LOSS_SHARE * self._elapsed):
             return [False] * len(depths), "plain"
-        mode, asked = "probe" if self._pause else "draft", []
+        mode, asked = "draft", []
         for member, worth, depth in zip(self.members, self._worth, depths, strict=True):
             pays = self._pays(member, worth, rate)
             if not pays and depth and self._may_probe(member, worth):
@@ -249,7 +251,9 @@ class CostAware:
         self._emitted = self._emitted * MEMORY + len(commit.token_ids)
         self._spent = self._spent * MEMORY + spent
         self._width = (1 - LEARNING) * self._width + LEARNING * step.num_best if step.tree is not None else self._width
-        self._judge(any(step.depths), len(commit.token_ids), spent)
+        plain = self.costs.plain()
+        self._elapsed += spent
+        self._balance = min(self._balance + len(commit.token_ids) * plain - spent, CREDIT * plain)
 
     def _spent_ms(self, step: _Step, draft: Draft, tree: TokenTree) -> float:
         """What the table says the step took."""
@@ -290,22 +294,6 @@ class CostAware:
             elif worth.silent_ms:
                 worth.probe_share = max(worth.probe_share / 2, LAST_SHARE)
             worth.is_tried, worth.silent_ms = True, 0.0
-
-    def _judge(self, is_drafted: bool, num_emitted: int, spent: float) -> None:
-        """The guard: when the last drafted steps cost more per token than plain decoding, pause, longer each time."""
-        if not self.options.guard:
-            return
-        if not is_drafted:
-            self._paused_steps += 1
-            return
-        self._guard.append((num_emitted, spent))
-        if len(self._guard) < (PROBE_STEPS if self._pause else GUARD_STEPS):
-            return
-        emitted, cost = (sum(column) for column in zip(*self._guard, strict=True))
-        self._guard.clear()
-        is_losing = cost > TOLERANCE * emitted * self.costs.plain()
-        self._pause = (min(2 * self._pause, LAST_PAUSE) or FIRST_PAUSE) if is_losing else 0
-        self._paused_steps = 0
 
 
 @dataclass

@@ -87,6 +87,10 @@ def _described(config: DictConfig, names: list[str] | None, words: Sequence[str]
 
     def member(node: DictConfig) -> Any:
         """Members that are described alike are one object, in memory once."""
+        if node.get("grow"):
+            raise UserError(
+                "a drafter with grow=true would find a prompt's own answer when it comes again: the bench repeats"
+            )
         key = json.dumps(resolved(node), sort_keys=True, default=str)
         if key not in members:
             members[key] = bind_once(build(node))
@@ -117,7 +121,12 @@ def _parts(drafters: Mapping[str, Any], config: DictConfig, wrong: bool = False)
     from specens.benchmark.systems import Parts
 
     layout: Any = str(config.layout)
-    return Parts(drafters, build(config.budget), build(config.verifier), layout, wrong)
+    budget = build(config.budget)
+    if getattr(budget, "reset", "prompt") != "prompt":
+        raise UserError(
+            "budget.reset=run would remember a prompt when it comes again: the bench repeats; use reset=prompt"
+        )
+    return Parts(drafters, budget, build(config.verifier), layout, wrong)
 
 
 def _members(node: DictConfig) -> Mapping[str, DictConfig]:

@@ -32,6 +32,7 @@ from specens.benchmark.session import Bench
 from specens.benchmark.summary import accounting, speedup, summarise, system_summary, versus
 from specens.benchmark.systems import Parts, bind_once, shuffled
 from specens.config import CONF_DIR, VERSION_BASE, build, compose
+from specens.cpu import packing, unpack
 from specens.decoding.budget import FixedBudget
 from specens.decoding.generation import SamplingOptions
 from specens.decoding.verify import Coupled
@@ -249,6 +250,14 @@ def test_a_folder_belongs_to_one_bench(home, whole):
         ),
         (["bench.systems=[x]", f"+systems.x={{{OURS}, words: ['budget=none']}}"], "systems.x: .*budget/none"),
         (["bench.systems=[x]", f"+systems.x={{{OURS}, words: ['budget.max_nodes=-1']}}"], "budget.max_nodes=-1"),
+        (
+            ["bench.systems=[ngram]", "drafter=retrieval", "drafter.grow=true", "bench.systems=[fixed]"],
+            "grow=true would find",
+        ),
+        (
+            ["bench.systems=[x]", f"+systems.x={{{OURS}, words: ['budget=bandit', 'budget.reset=run']}}"],
+            "budget.reset=run would",
+        ),
         (["bench.systems=[ngram]", "systems.plain.plain=false"], "systems.plain: has to be plain decoding"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -326,6 +335,7 @@ def test_the_experiments_change_the_bench(name):
     config = compose([f"experiment={name}", "prompts.path=x"], "bench")
     assert config.prompts._target_ == "specens.prompts.SpecBench" and config.sampling.max_new_tokens == 128
     assert config.bench.repeats == {"bench_cpu": 3, "bench_gpu": 2}[name]
+    assert set(config.bench.systems or ()) <= set(config.systems)
 
 
 def test_the_readmes_commands_compose():
@@ -479,11 +489,23 @@ def test_flashspec_is_left_out_in_one_line_when_it_is_not_installed(monkeypatch)
     assert FlashSpec().check() == "not installed: pip install 'specens[bench]'"
 
 
+def test_a_peer_that_changes_the_shared_target_is_refused(home, tmp_path):
+    class Meddler(Other):
+        def load(self, ground: Any) -> Other:
+            unpack(ground.target.model)
+            return super().load(ground)
+
+    with pytest.raises(UserError, match=r"systems.meddler: loading it has changed the target's weights"):
+        measured(questions(home), tmp_path / "b", {"meddler": Meddler(lambda prompt, ids: ids)})
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flashspec") is None, reason="flashspec is not installed")
 def test_flashspecs_texts_are_plain_decodings_own(home, tmp_path):
     small = ModelSpec(TinyModel(seed=1), dtype="float32", device="cpu")
     systems = {"lookup": FlashSpec(gamma=4), "composite": FlashSpec(assistant=small)}
-    done = measured(questions(home), tmp_path / "b", systems).run()
+    run = measured(questions(home), tmp_path / "b", systems)
+    assert packing(run.ground.target.model) == "float32"  # it has not moved the model
+    done = run.run()
     for name in systems:
         assert (done["systems"][name]["error"], done["systems"][name]["num_identical"]) == (None, 6)
         assert done["systems"][name]["acceptance_length"] >= 1

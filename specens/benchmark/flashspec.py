@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +77,11 @@ class FlashSpec:
             config = FlashSpecConfig(**common, drafter_strategy="bandit", bandit=BanditConfig(n_arms=1))
         else:
             model = self.assistant.load_for(ground.target).model
-            drafters = [HuggingFaceDrafter("assistant", device, dtype, temperature=0, model=model)]
+            with in_place(model):
+                drafters = [HuggingFaceDrafter("assistant", device, dtype, temperature=0, model=model)]
             config = FlashSpecConfig(**common)
-        target = TargetModel(ground.target.name, device, dtype, model=ground.target.model)
+        with in_place(ground.target.model):
+            target = TargetModel(ground.target.name, device, dtype, model=ground.target.model)
         return SpeculativeEngine(config, drafters, target)
 
 
@@ -106,6 +110,16 @@ class FlashSpecRunner:
             "strategy": self.engine.drafter_strategy,
             "compiled": self.engine.compiled,
         }
+
+
+@contextmanager
+def in_place(model: Any) -> Iterator[None]:
+    """It moves every model that it is given, which would undo how the weights are packed, for all systems. They are in place."""
+    model.to = lambda *args, **options: model
+    try:
+        yield
+    finally:
+        del model.to
 
 
 def _refuse_processors(ground: Ground) -> None:

@@ -70,10 +70,11 @@ def _subject(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"**INCOMPLETE ({content['status']}): {done} of {all_} prompts were measured.**\n"
     environment = content["environment"]
     target, packages = environment["target"], environment["packages"]
+    packed = f" (packed as {target['packed_weights']})" if target.get("packed_weights") else ""
     how = "sampled" if content["sampled"] else "greedy"
     width = content["config"].get("exact_width")
     yield (
-        f"{target['name']}, {target['dtype']} on {environment['device']}, {environment['num_threads']} threads, "
+        f"{target['name']}, {target['dtype']}{packed} on {environment['device']}, {environment['num_threads']} threads, "
         f"{content['num_prompts_done']} prompts, {content['max_new_tokens']} tokens, {how}, {content['repeats']} repeats"
         f"{'' if width is None else f', exact_width={width}'}; torch {packages['torch']}, "
         f"transformers {packages['transformers']}."

@@ -16,6 +16,7 @@ from specens.benchmark.page import page_of, progress
 from specens.benchmark.rows import Row, csv_of
 from specens.benchmark.summary import PLAIN, summarise, versus
 from specens.benchmark.systems import Ground, OurRunner, Parts, Peer, Runner, our_runner, shuffled
+from specens.cpu import packing
 from specens.errors import UserError, one_line
 from specens.experiment import Session
 from specens.files import plain, write_whole
@@ -80,6 +81,7 @@ class Bench:
             self.progress.unavailable[name] = system
             return self._screen.say(f"{name}: left out ({system})")
         self._screen.say(f"loading {name}")
+        before = packing(self.ground.target.model)
         try:
             self._runners[name] = (
                 self._our_runner(name, system) if isinstance(system, Parts) else system.load(self.ground)
@@ -89,6 +91,10 @@ class Bench:
                 raise
             self.progress.unavailable[name] = one_line(error) if isinstance(error, UserError) else describe_error(error)
             self._screen.say(f"{name}: left out ({self.progress.unavailable[name]})")
+        if packing(self.ground.target.model) != before:
+            raise UserError(
+                f"systems.{name}: loading it has changed the target's weights, for all systems; leave it out"
+            )
         return None
 
     def _our_runner(self, name: str, parts: Parts) -> OurRunner:

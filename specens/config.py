@@ -12,6 +12,7 @@ from typing import Any
 import hydra.utils
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,9 +31,15 @@ OmegaConf.register_new_resolver(
 
 
 def compose(overrides: Sequence[str] = (), door: str = "run") -> DictConfig:
-    """The configuration that `python -m specens.<door> <overrides>` would get."""
-    with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
-        return hydra_compose("config" if door == "run" else door, overrides=list(overrides))
+    """The configuration that `python -m specens.<door> <overrides>` would get. Also inside another Hydra application."""
+    around, outer = GlobalHydra.instance(), GlobalHydra.instance().hydra
+    around.clear()
+    try:
+        with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
+            return hydra_compose("config" if door == "run" else door, overrides=list(overrides))
+    finally:
+        GlobalHydra.set_instance(around)
+        around.hydra = outer
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class PackedLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         unpack(self)
-        return super()._apply(fn, recurse)
+        return nn.Linear._apply(self, fn, recurse)
 
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Any:
@@ -60,7 +60,7 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Any:
         return torch.ops.quantized.linear_prepack_fp16(weight, bias)
     scales = (weight.abs().amax(1) / 127).clamp_min(1e-8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the tensor type; the layer's own kernels are maintained
+        warnings.simplefilter("ignore")  # the tensor type is old; the kernels that take it are maintained
         rounded = torch.quantize_per_channel(
             weight, scales.double(), torch.zeros(len(weight), dtype=torch.long), 0, torch.qint8
         )

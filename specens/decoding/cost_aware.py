@@ -23,7 +23,7 @@ from specens.errors import UserError, check_count
 CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Claims between two of these are corrected together."""
 
-TRUST, TRUST_ALL = 8.0, 2.0
+TRUST, TRUST_ALL = 8.0, 0.5
 """A claim counts for as many observations of claims as high; that a member's claims are right, for so many that came true."""
 
 MEMORY = 0.98
@@ -35,17 +35,17 @@ NO_CLAIM = (0.5, 0.8)
 AGREEMENT = 0.5
 """How far a second opinion moves a probability towards certainty; 1 would take members for independent."""
 
-LEARNING = 0.25
+LEARNING = 0.5
 """Weight of the newest step in what is known of a member's worth."""
 
 HOPE = 0.8
 """A member that was never asked is hoped to be right with this probability at each depth: if even that would not pay for its
 draft, it is not tried."""
 
-FIRST_SHARE, LAST_SHARE = 0.02, 0.0025
+FIRST_SHARE, LAST_SHARE = 0.01, 0.001
 """Of the time of decoding, what may go into asking a member again that did not pay: halved each time it does not."""
 
-ALLOWANCE, LOSS_SHARE, CREDIT = 2.0, 0.01, 4.0
+ALLOWANCE, LOSS_SHARE, CREDIT = 3.0, 0.01, 4.0
 """The guard lets drafting lose so many plain steps in a text, and this share of its time; of what it has gained, so many plain steps
 count against later losses.
 """

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from specens.analysis.html import report
 from specens.analysis.metrics import drafter_table, summarise
 from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.costs import CostTable
 from specens.decoding.drafter import Drafter, describe
 from specens.decoding.generation import SamplingOptions, eos_ids, prepare
 from specens.decoding.loop import Decoder
@@ -26,11 +27,12 @@ from specens.decoding.types import StepRecord, TokenTree
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.none import NoDrafter
 from specens.errors import DrafterError, UserError, check_count
+from specens.kept_costs import keep, kept
 from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
 from specens.screen import Screen
-from specens.speculator import Completion, Speculator, check_laws
+from specens.speculator import Completion, Speculator, check_laws, is_given
 from specens.text import first_difference, token_pieces
 from specens.trackers import Tracker
 
@@ -136,6 +138,10 @@ class Session:
         screen.say("loading the drafters")
         self.drafted = Speculator(Decoder(self.target, job.drafter, job.budget, job.verifier, job.layout))
         self.plain = Speculator(Decoder(self.target, NoDrafter(), FixedBudget(), Coupled()))
+        self._costs: list[CostTable] = []  # those that were in force, in order
+        self._subject = self._cost_subject()
+        if self.drafted.costs is None and job.budget.needs_costs:
+            self.drafted.costs = kept(self._subject)
 
     def environment(self) -> dict[str, Any]:
         """What the numbers depend on besides the configuration."""
@@ -155,6 +161,14 @@ class Session:
             "generation_config": self.config.to_diff_dict(),
         }
 
+    def _cost_subject(self) -> dict[str, Any]:
+        """What a cost table depends on."""
+        known = self.environment()
+        names = ("packages", "device", "num_threads", "target", "drafters", "platform")
+        most = getattr(self.job.budget, "max_nodes", None)
+        members = [str(member) for member in self.job.drafter.members]
+        return {**{name: known[name] for name in names}, "layout": self.job.layout, "width": most, "members": members}
+
     def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
         """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
         self._warm_up(questions)
@@ -165,6 +179,7 @@ class Session:
                 done += 1
                 label = f"[{done}/{num_prompts}] {name}"
                 record, steps = self._attempt(question, answers, label, writer)
+                record = replace(record, cost_version=self._cost_version(writer))
                 writer.add(record, steps)
                 self._screen.prompt_done(label, record, steps)
                 self.job.tracker.prompt_done(summarise(*writer.frames()), done)
@@ -172,8 +187,20 @@ class Session:
                     errors.append(record.error)
                     break
                 answers.append(record.text)
+        if self.drafted.costs is not None and not is_given(self.job.budget):
+            keep(self._subject, self.drafted.costs)
         if errors and len(errors) == len(questions):
             raise UserError(f"no prompt succeeded; the first one failed with: {errors[0]}")
+
+    def _cost_version(self, writer: RunWriter) -> int | None:
+        """The number of the cost table by which the prompt was decoded; a table that is new is written down."""
+        table = self.drafted.costs_in_force
+        if table is None:
+            return None
+        if not self._costs or self._costs[-1] != table:
+            self._costs.append(table)
+            writer.write_costs(self._costs)
+        return len(self._costs) - 1
 
     def _warm_up(self, questions: Sequence[Question]) -> None:
         """Decode a few tokens both ways on the first prompt that can be decoded, so that nothing is timed cold."""

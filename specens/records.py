@@ -1,7 +1,7 @@
 """A run on disk: step records to parquet, per prompt and atomically, and a loader that merges runs.
 
 A run folder has `prompts.parquet` (a row per prompt), `steps.parquet` (per step), `drafts.parquet` (per step and member)
-and `summary.json`. The arrow schemas are explicit, so files of any runs can be read together whatever they hold.
+and `summary.json`; `costs.json` if the budget decided by what steps cost. The arrow schemas are explicit, so files of any runs can be read together whatever they hold.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specens.analysis.metrics import credit
+from specens.decoding.costs import CostTable
 from specens.decoding.types import StepRecord
 from specens.errors import UserError
 from specens.files import plain, write_whole
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the parquet files and of `summary.json`; files of another version are not read."""
 
 SUMMARY_NAME = "summary.json"
+
+COSTS_NAME = "costs.json"
 
 _VERSION_KEY = b"specens_schema_version"
 _IDS = pa.list_(pa.int64())
@@ -50,6 +53,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         token_share=pa.float64(),
         marginal=pa.int64(),
         draft_ms=pa.float64(),
+        num_planned=pa.int64(),
     ),
     "steps": _schema(
         prompt_id=pa.string(),
@@ -65,6 +69,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         host_ms=pa.float64(),
         layout=pa.string(),
         finish_reason=pa.string(),
+        mode=pa.string(),
+        rate=pa.float64(),
     ),
     "prompts": _schema(
         prompt_id=pa.string(),
@@ -83,6 +89,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         is_identical=pa.bool_(),
         fork_at=pa.int64(),
         fork_margin=pa.float64(),
+        cost_version=pa.int64(),
         error=pa.string(),
     ),
 }
@@ -94,7 +101,7 @@ class PromptRecord:
     """One prompt's row. Times are seconds of decoding and of prefill, apart; `baseline_*` is plain decoding, same run.
 
     `fork_at` is the first position at which output and baseline differ and `fork_margin` the target's gap between its
-    two best logits there. `output_pieces` is the text cut into one piece per output id. `error` says why a prompt
+    two best logits there. `cost_version` is the cost table that the budget decided by (costs.json). `output_pieces` is the text cut into one piece per output id. `error` says why a prompt
     failed. What was not measured, or did not happen, is None.
     """
 
@@ -114,6 +121,7 @@ class PromptRecord:
     is_identical: bool | None = None
     fork_at: int | None = None
     fork_margin: float | None = None
+    cost_version: int | None = None
     error: str | None = None
 
 
@@ -165,6 +173,12 @@ class RunWriter:
         """Append a failed prompt's traceback to `errors.log`."""
         with (self.folder / "errors.log").open("a", encoding="utf-8") as file:
             file.write(f"prompt {prompt_id}\n{trace}\n")
+
+    def write_costs(self, tables: Sequence[CostTable]) -> None:
+        """Write `costs.json`: the cost tables of the run, in the order in which they were in force."""
+        versions = [{"version": version, "table": table.content()} for version, table in enumerate(tables)]
+        content = {"schema_version": SCHEMA_VERSION, "versions": versions}
+        write_whole(self.folder, {COSTS_NAME: json.dumps(plain(content), indent=1, allow_nan=False) + "\n"})
 
     def write_page(self, html: str) -> None:
         """Write `report.html`."""

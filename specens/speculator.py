@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specens.decoding.budget import Budget, FixedBudget, Policy
+from specens.decoding.budget import Budget, Policy
 from specens.decoding.calibrate import calibrate
+from specens.decoding.cost_aware import CostAwareBudget
 from specens.decoding.costs import CostTable, read_costs, refreshed
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import merge_options, prepare
@@ -58,6 +59,7 @@ class Speculator:
         self.decoder = decoder
         self.seed = seed
         self.costs = given_costs(decoder.budget)
+        self.costs_in_force: CostTable | None = None
         self._policy: Policy | None = None
         self._done: list[Completion] = []
 
@@ -78,6 +80,7 @@ class Speculator:
         measured before the first prompt, for budgets that want to know, and follows the prompts after it.
         """
         costs = self.known_costs(prompt_ids)
+        self.costs_in_force = self.costs
         coupled = self.decoder.verifier.coupled
         sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key, coupled=coupled)
         self._policy = self.decoder.budget.begin(self.decoder.drafter.members, costs, self._policy)
@@ -207,7 +210,7 @@ def attach(
     tokenizer: PreTrainedTokenizerBase | None = None,
     drafters: Any = "ngram",
     *,
-    budget: Budget | None = None,
+    budget: Budget | str | None = None,
     verifier: Verifier | str | None = None,
     layout: Layout = "tree",
     seed: int = 0,
@@ -215,16 +218,22 @@ def attach(
     """Plug drafters into `model`.
 
     `drafters` is one drafter or several, as a sequence or as a mapping from names: each a Drafter, a causal language model
-    with the target's vocabulary, or the name of a file in conf/drafter, such as "ngram" or "quantized". `verifier` is one, or the
-    name of a file in conf/verifier, such as "residual".
+    with the target's vocabulary, or the name of a file in conf/drafter, such as "ngram" or "quantized". `verifier` and `budget`
+    are one, or the name of a file in conf/verifier or conf/budget, such as "residual" and "priority".
     """
-    rule = verifier or Coupled()
-    if isinstance(rule, str):
+    rule = _named("verifier", verifier) or Coupled()
+    decoder = Decoder(
+        Target(model, tokenizer), _ensemble(drafters), _named("budget", budget) or CostAwareBudget(), rule, layout
+    )
+    return Speculator(decoder, seed=seed)
+
+
+def _named(group: str, entry: Any) -> Any:
+    if isinstance(entry, str):
         from specens.config import named
 
-        rule = named("verifier", rule)
-    decoder = Decoder(Target(model, tokenizer), _ensemble(drafters), budget or FixedBudget(), rule, layout)
-    return Speculator(decoder, seed=seed)
+        return named(group, entry)
+    return entry
 
 
 def _ensemble(drafters: Any) -> Drafter:
@@ -246,9 +255,7 @@ def _ensemble(drafters: Any) -> Drafter:
 
 def _drafter(entry: Any, name: str) -> Drafter:
     if isinstance(entry, str):
-        from specens.config import named
-
-        return named("drafter", entry)
+        return _named("drafter", entry)
     if isinstance(entry, PreTrainedModel):
         return LanguageModel(entry, name=name)
     if isinstance(entry, Drafter) and not isinstance(entry, type):  # a class has the names too

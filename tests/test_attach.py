@@ -41,7 +41,9 @@ def ids() -> torch.Tensor:
 def spec(model: Any) -> Any:
     """Three drafters: n-grams, the target's own weights, and other weights."""
     twin, stranger = copy.deepcopy(model), random_model(seed=5)
-    return specens.attach(model, byte_tokenizer(), drafters={"ngram": "ngram", "twin": twin, "stranger": stranger})
+    return specens.attach(
+        model, byte_tokenizer(), drafters={"ngram": "ngram", "twin": twin, "stranger": stranger}, budget="fixed"
+    )
 
 
 def reference(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
@@ -273,7 +275,7 @@ def test_streamers_get_the_text_of_the_output(spec: Any, model: Any, ids: torch.
 
 def test_stats_have_one_row_per_drafter_over_all_calls(model: Any, ids: torch.Tensor) -> None:
     """Before any call the table is empty; then every call adds to it; wins and rates are those of the steps."""
-    spec = specens.attach(model, drafters={"same": copy.deepcopy(model), "ngram": "ngram"})
+    spec = specens.attach(model, drafters={"same": copy.deepcopy(model), "ngram": "ngram"}, budget="fixed")
     assert tuple(spec.stats.columns) == DRAFTER_COLUMNS and len(spec.stats) == 0
     spec.generate(ids, max_new_tokens=24)
     once = spec.stats
@@ -306,7 +308,7 @@ def test_drafters_come_in_every_form(model: Any, ids: torch.Tensor) -> None:
     )
     expected = [*ids[0].tolist(), *plain_greedy(model, ids[0].tolist(), 10)]
     for drafters, names in forms:
-        spec = specens.attach(model, drafters=drafters)
+        spec = specens.attach(model, drafters=drafters, budget="fixed")
         assert spec.generate(ids, max_new_tokens=10)[0].tolist() == expected
         assert spec.stats.drafter.tolist() == names
         if "oracle" in names:

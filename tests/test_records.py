@@ -111,7 +111,7 @@ def test_files_carry_their_schema_and_version(tmp_path: Path) -> None:
     for name, schema in SCHEMAS.items():
         stored = pq.read_schema(tmp_path / f"{name}.parquet")
         assert stored.equals(schema)
-        assert (stored.metadata or {})[b"specens_schema_version"] == b"1"
+        assert (stored.metadata or {})[b"specens_schema_version"] == b"2"
         assert list(pd.read_parquet(tmp_path / f"{name}.parquet").columns) == schema.names
 
 
@@ -270,10 +270,10 @@ def test_another_schema_version_is_named_and_skipped(tmp_path: Path) -> None:
     for name in SCHEMAS:
         table = pq.read_table(tmp_path / "now" / f"{name}.parquet")
         (tmp_path / "later").mkdir(exist_ok=True)
-        later = table.replace_schema_metadata({b"specens_schema_version": b"2"})
+        later = table.replace_schema_metadata({b"specens_schema_version": b"3"})
         pq.write_table(later, tmp_path / "later" / f"{name}.parquet")
-    (tmp_path / "later" / "summary.json").write_text('{"schema_version": 2}')
-    with pytest.warns(UserWarning, match="schema version 2") as caught:
+    (tmp_path / "later" / "summary.json").write_text('{"schema_version": 3}')
+    with pytest.warns(UserWarning, match="schema version 3") as caught:
         run = load(tmp_path)
     assert len(caught) == 4
     assert run.folders == (tmp_path / "now",)
@@ -299,7 +299,7 @@ def test_the_summary_is_strict_json_with_a_version(tmp_path: Path) -> None:
 
     content = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=refuse)
     assert content == {
-        "schema_version": 1,
+        "schema_version": 2,
         "drafters": {"a": {"rate": None, "list": [1.5, None], "count": 3, "folder": "x"}},
         "status": "done",
     }

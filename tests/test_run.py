@@ -60,7 +60,7 @@ def _cache(cache, monkeypatch):
 
 
 def smoke(folder: Path, *overrides: str) -> dict:
-    return run(compose(["experiment=smoke", "drafter=ngram", *overrides]), folder)
+    return run(compose(["experiment=smoke", "drafter=ngram", "budget=fixed", *overrides]), folder)
 
 
 def summary_of(folder: Path) -> dict:
@@ -110,7 +110,13 @@ def finished(cache, tmp_path_factory) -> Path:
         patch.setenv("SPECENS_CACHE", str(cache))
         overrides = [
             *("experiment=smoke", "drafter@drafter.members.quantized=oracle", "+drafter@drafter.members.wrong=wrong"),
-            *("prompts=jsonl", f"prompts.path={texts_file(home)}", "prompts.limit=null", "sampling.max_new_tokens=24"),
+            *(
+                "prompts=jsonl",
+                f"prompts.path={texts_file(home)}",
+                "prompts.limit=null",
+                "sampling.max_new_tokens=24",
+                "budget=fixed",
+            ),
         ]
         run(compose(overrides), home / "run")
     return home / "run"

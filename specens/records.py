@@ -1,7 +1,8 @@
 """A run on disk: step records to parquet, per prompt and atomically, and a loader that merges runs.
 
 A run folder has `prompts.parquet` (a row per prompt), `steps.parquet` (per step), `drafts.parquet` (per step and member)
-and `summary.json`; `costs.json` if the budget decided by what steps cost. The arrow schemas are explicit, so files of any runs can be read together whatever they hold.
+and `summary.json`; `costs.json` if the budget decided by what steps cost. The arrow schemas are explicit, so files of any
+runs can be read together whatever they hold.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class PromptRecord:
     """One prompt's row. Times are seconds of decoding and of prefill, apart; `baseline_*` is plain decoding, same run.
 
     `fork_at` is the first position at which output and baseline differ and `fork_margin` the target's gap between its
-    two best logits there. `cost_version` is the cost table that the budget decided by (costs.json). `output_pieces` is the text cut into one piece per output id. `error` says why a prompt
-    failed. What was not measured, or did not happen, is None.
+    two best logits there. `cost_version` is the cost table that the budget decided by (costs.json). `output_pieces` is the
+    text cut into one piece per output id. `error` says why a prompt failed. What was not measured, or did not happen, is None.
     """
 
     prompt_id: str

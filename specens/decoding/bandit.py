@@ -1,8 +1,8 @@
 """budget=bandit: one member drafts alone in a step, chosen by what it has earned: what the field compares several drafters with.
 
-As in BanditSpec (Hou et al. 2025, arXiv 2505.15141) and FlashSpec: the arms are the members, each with its full draft, and no draft
-at all; the reward of a step is its tokens per millisecond, by the recorded cost table. Only the arm that was played is learned
-about.
+As in BanditSpec (Hou et al. 2025, arXiv 2505.15141) and FlashSpec: the arms are the members, each with its full draft, and no
+draft at all; the reward of a step is its tokens per millisecond, by the recorded cost table. Only the arm that was played is
+learned about.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The long-run rate of tokens per second is greatest when every step maximises (expected tokens) - rate x (its cost), with the rate
 itself as the price of time (renewal reward; Dinkelbach 1967). So a node is verified when its probability exceeds what it costs at
 that price, and a member is asked when what it adds to the best tree exceeds what its draft costs. Costs come from a recorded
-table (`costs.CostTable`), probabilities from the members' own claims, corrected by how often such claims have come true in this text:
-every proposal is compared with what was emitted, verified or not.
+table (`costs.CostTable`), probabilities from the members' own claims, corrected by how often such claims have come true in this
+text: every proposal is compared with what was emitted, verified or not.
 
 No clock is read here, so replay makes the same decisions from the same records.
 """
@@ -46,8 +46,8 @@ FIRST_SHARE, LAST_SHARE = 0.01, 0.001
 """Of the time of decoding, what may go into asking a member again that did not pay: halved each time it does not."""
 
 ALLOWANCE, LOSS_SHARE, CREDIT = 3.0, 0.01, 4.0
-"""The guard lets drafting lose so many plain steps in a text, and this share of its time; of what it has gained, so many plain steps
-count against later losses.
+"""The guard lets drafting lose so many plain steps in a text, and this share of its time; of what it has gained, so many plain
+steps count against later losses.
 """
 
 
@@ -92,8 +92,8 @@ class Worth:
 
 @dataclass(frozen=True, slots=True)
 class CostAwareBudget:
-    """Options of budget=cost_aware. `max_nodes` is the widest tree; `guard`: decode plainly while drafting loses. `reset`: what is
-    learned begins anew with every prompt, or only with the run (results then depend on the order of prompts).
+    """Options of budget=cost_aware. `max_nodes` is the widest tree; `guard`: decode plainly while drafting loses. `reset`: what
+    is learned begins anew with every prompt, or only with the run (results then depend on the order of prompts).
 
     `costs` is a file with a cost table, and decisions are then the same on every machine; by default the table is measured at the
     start. `refresh`: move a measured table to what each finished prompt took.

@@ -133,8 +133,8 @@ def interpolate(points: Sequence[tuple[int, float]], count: float) -> float:
 
 
 def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
-    """The table moved half way to what the steps of a finished prompt really took: plain forwards, wider ones, every member and the
-    host each by one factor, the median of measured over expected; the first step, which may be cold, does not count.
+    """The table moved half way to what the steps of a finished prompt really took: plain forwards, wider ones, every member and
+    the host each by one factor, the median of measured over expected; the first step, which may be cold, does not count.
     """
     steps = list(steps)[1:]
     plain = _factor([(step.verify_ms, table.verify(0)) for step in steps if step.num_nodes == 0])

@@ -52,8 +52,8 @@ class Plan:
     are asked in order and the first that has something to say drafts alone. A drafter for which every further depth costs time,
     and which knows its probabilities, need not go below a path that it takes for less likely than `min_claim`.
 
-    `mode` and `rate` say for the records what the budget was about: `draft`, `probe` (to learn what somebody is worth) or `plain`,
-    and the tokens per millisecond that the step had to beat.
+    `mode` and `rate` say for the records what the budget was about: `draft`, `probe` (to learn what somebody is worth) or
+    `plain`, and the tokens per millisecond that the step had to beat.
     """
 
     num_tokens: int

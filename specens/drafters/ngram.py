@@ -18,8 +18,8 @@ MAX_MATCHES = 64
 """Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
 
 HIT_RATES = (0.2, 0.55, 0.65, 0.8, 0.85, 0.88, 0.9, 0.92)
-"""How often the next token agrees too, after so many that did (the last: or more). Counted, and rounded, on a thousand greedy answers
-of SmolLM2-135M-Instruct; where a text is another, the budget learns it.
+"""How often the next token agrees too, after so many that did (the last: or more). Counted, and rounded, on a thousand greedy
+answers of SmolLM2-135M-Instruct; where a text is another, the budget learns it.
 """
 
 

@@ -33,12 +33,14 @@ class Ensemble:
                 raise UserError(
                     f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {reprlib.repr(member)}"
                 )
+        self._members: tuple[Member, ...] | None = None
+        self._layers: tuple[int, ...] = ()
         if len(self.members) > MAX_MEMBERS:
             raise UserError(f"an ensemble has at most {MAX_MEMBERS} members, got {len(self.members)}")
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return tuple(
+        return self._members or tuple(
             replace(inner, name=name if len(drafter.members) == 1 else f"{name}/{inner.name}")
             for name, drafter in self._drafters.items()
             for inner in drafter.members
@@ -48,8 +50,13 @@ class Ensemble:
         return {name: describe(drafter) for name, drafter in self._drafters.items()}
 
     def bind(self, target: Target) -> None:
+        self._members = None
         for drafter in self._drafters.values():
             drafter.bind(target)
+        # Both are asked for several times a step, and change only when a member meets its target.
+        self._members = self.members
+        layers = {layer for drafter in self._drafters.values() for layer in hidden_layers(drafter)}
+        self._layers = tuple(sorted(layers))
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
@@ -57,7 +64,7 @@ class Ensemble:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for drafter in self._drafters.values() for layer in hidden_layers(drafter)}))
+        return self._layers
 
     def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
         for drafter in self._drafters.values():

@@ -348,9 +348,9 @@ def test_the_readmes_commands_compose():
 
 def test_composing_works_inside_another_hydra_application_and_leaves_it_as_it_was():
     with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
-        assert compose(["budget=priority"]).budget.first_only is True
-        assert hydra_compose("config").budget.first_only is False
-    assert compose([]).budget.first_only is False
+        assert compose(["budget=priority"]).budget._target_.endswith("FixedBudget")
+        assert hydra_compose("config").budget._target_.endswith("CostAwareBudget")
+    assert compose([]).budget._target_.endswith("CostAwareBudget")
 
 
 # What is checked, and what is kept

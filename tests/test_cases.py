@@ -90,7 +90,8 @@ def job(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
     def start(*overrides: str) -> tuple[dict[str, Any], Run]:
         folder = tmp_path / f"run-{next(count)}"
-        config = compose(["model@target=tiny", "drafter=ngram", "tracker=none", "prompts.chat=false", *overrides])
+        base = ["model@target=tiny", "drafter=ngram", "budget=fixed", "tracker=none", "prompts.chat=false"]
+        config = compose([*base, *overrides])
         summary = run(config, folder)
         return summary, load(folder)
 

@@ -111,17 +111,24 @@ class StaticBuffers:
 
     def __init__(self, like: Sequence[GrowingLayer], capacity: int, num_moves: int) -> None:
         self.capacity, self.num_moves = capacity, num_moves
-        self.is_free = True
+        self._holder: weakref.ref[StaticCache] | None = None
         with torch.inference_mode(False):
             self.keys = [torch.zeros(*_shape(layer.keys, capacity), **_kind(layer.keys)) for layer in like]
             self.values = [torch.zeros(*_shape(layer.values, capacity), **_kind(layer.values)) for layer in like]
         self.mover: Callable[..., None] = move_positions
 
-    def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        self.mover(targets, sources, self.keys, self.values)
+    def move(self, moves: torch.Tensor) -> None:
+        """Copy positions: `[2, num_moves]`, to and from."""
+        self.mover(moves, self.keys, self.values)
 
-    def release(self) -> None:
-        self.is_free = True
+    @property
+    def holder(self) -> StaticCache | None:
+        """The context that is in them."""
+        return None if self._holder is None else self._holder()
+
+    @holder.setter
+    def holder(self, cache: StaticCache) -> None:
+        self._holder = weakref.ref(cache)
 
 
 def _shape(states: torch.Tensor, capacity: int) -> tuple[int, ...]:
@@ -132,12 +139,10 @@ def _kind(states: torch.Tensor) -> dict[str, Any]:
     return {"dtype": states.dtype, "device": states.device}
 
 
-def move_positions(
-    targets: torch.Tensor, sources: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> None:
-    """Copy the positions `sources` to `targets` in every layer; all are read before any is written."""
+def move_positions(moves: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy positions within every layer, `[2, num_moves]` to and from; all are read before any is written."""
     for states in (*keys, *values):
-        states.index_copy_(-2, targets, states.index_select(-2, sources))
+        states.index_copy_(-2, moves[0], states.index_select(-2, moves[1]))
 
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
@@ -248,8 +253,7 @@ class StaticCache(KVCache):
         super().__init__(hidden_layers)
         self.buffers = buffers
         self._count: int | None = 0  # None: the layers know
-        buffers.is_free = False
-        weakref.finalize(self, buffers.release)
+        buffers.holder = self
 
     @property
     def states(self) -> GrowingCache:
@@ -287,8 +291,7 @@ class StaticCache(KVCache):
         moves = [(i, node) for i, node in enumerate(path) if i != node]
         # Filled up with the last committed token, which stays where it is.
         moves += [(-1, -1)] * (self.buffers.num_moves - len(moves))
-        targets, sources = on_device(np.array(moves).T + self._base + 1, self.buffers.keys[0].device)
-        self.buffers.move(targets, sources)
+        self.buffers.move(on_device(np.array(moves).T.copy() + self._base + 1, self.buffers.keys[0].device))
         return None
 
 

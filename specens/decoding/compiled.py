@@ -7,7 +7,9 @@ Nothing is read back, so the host is free to go on.
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +61,10 @@ class CompileOptions:
         return cls() if device.type == "cuda" else cls(backend="aot_eager", mode=None, warm_ups=1)
 
 
+def _nobody() -> None:
+    """A reference to nothing."""
+
+
 class CompiledModel:
     """The compiled forwards of one model, one for each of `widths`, and the buffers they work on.
 
@@ -82,6 +88,7 @@ class CompiledModel:
         self.reserved = 0
         """Tokens of the longest prompt that there is room for."""
         self._buffers: StaticBuffers | None = None
+        self._in_use: Callable[[], StaticCache | None] = _nobody
         self._programs: dict[int, Program] = {}
 
     @property
@@ -95,11 +102,22 @@ class CompiledModel:
         """
         if not set(hidden_layers) <= set(self.hidden_layers):
             return KVCache(hidden_layers)
-        if self._buffers is not None and not self._buffers.is_free:
+        if self._is_taken():
             return KVCache(hidden_layers)
         self.reserve(num_tokens)
         assert self._buffers is not None
         return StaticCache(self._buffers, hidden_layers)
+
+    def _is_taken(self) -> bool:
+        """Whether a context that somebody still uses is in the buffers. One that only waits for the garbage collector is not: a
+        compiler leaves tracebacks in cycles, with our frames among theirs.
+        """
+        if self._buffers is None or self._buffers.holder is None:
+            return False
+        if self._buffers.holder is not self._in_use():
+            gc.collect()
+            self._in_use = _nobody if self._buffers.holder is None else weakref.ref(self._buffers.holder)
+        return self._buffers.holder is not None
 
     def reserve(self, num_tokens: int) -> None:
         """Have room for prompts of up to so many tokens."""
@@ -151,9 +169,8 @@ class CompiledModel:
         for states in (*buffers.keys, *buffers.values):
             torch._dynamo.mark_static_address(states)
         buffers.mover = self._launch(move_positions)
-        place = torch.zeros(buffers.num_moves, dtype=torch.long, device=self._like[0].device)
         for _ in range(self.options.warm_ups):
-            buffers.move(place, place)
+            buffers.move(on_device(np.zeros((2, buffers.num_moves)), self._like[0].device))
         for width in self.widths:
             self._programs[width] = self._launch(self._program(width, buffers.capacity))
             for _ in range(self.options.warm_ups):
@@ -192,9 +209,13 @@ class CompiledModel:
         return program
 
     def _check(self, buffers: StaticBuffers, width: int) -> None:
-        """Three ids go before, then as many as the width takes but one (padding must not matter)."""
+        """Three ids go before, then as many as this width takes but one, where that is not a narrower one: padding must not
+        matter.
+        """
+        narrower = max((other for other in self.widths if other < width), default=0)
         vocab = self._model.config.get_text_config(decoder=True).vocab_size
-        ids = [vocab * (i + 1) // (width + 4) for i in range(width + 3)][: max(width + 2, 4)]
+        count = 3 + max(narrower + 1, width - 1)
+        ids = [vocab * (i + 1) // (count + 1) for i in range(count)]
         cache = StaticCache(buffers, self.hidden_layers)
         device = self._like[0].device
         with grouped(self._model):
@@ -206,7 +227,7 @@ class CompiledModel:
                 use_cache=True,
             )
         cache.settle(width)
-        scores = self.forward(cache, ids[3:], chain_parents(len(ids) - 4))
+        scores = self.forward(cache, ids[3:], chain_parents(count - 4))
         error = float((scores - expected).abs().mean() / expected.std().clamp_min(1e-6))
         if not error <= (1e-3 if self._model.dtype in (torch.float32, torch.float64) else 0.1):
             raise ValueError(f"a compiled forward of width {width} is off by {error:.2g}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +59,7 @@ class LanguageModel:
         self._loaded: LoadedModel | None = None
         self._target: Target | None = None
         self._compiled: CompiledModel | None = None
-        self._tried: CompiledModel | None = None
+        self._tried: tuple[object, object] = (None, None)
         self._cache = KVCache()
         self._drafted: list[int] = []
         self._base = 0
@@ -82,12 +84,13 @@ class LanguageModel:
             self._loaded = self._source.load_for(target)
             check_same_vocabulary(self._member.name, self._loaded.tokenizer, target.tokenizer)
         refuse_unsupported(self._loaded.model)
-        self._target, self._compiled, self._tried = target, None, None
+        self._target = target
         self._vocab_size, self._device = target.vocab_size, target.device
         limit = getattr(self._loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._member = replace(self._member, context_limit=limit)
 
     def start(self, prompt_ids: Sequence[int]) -> None:
+        self._cache = KVCache()  # gives the buffers back
         self._cache, self._drafted = self._empty_cache(len(prompt_ids)), []
         limit = self._member.context_limit
         if len(prompt_ids) > 1 and (limit is None or len(prompt_ids) <= limit):
@@ -96,13 +99,14 @@ class LanguageModel:
     def _empty_cache(self, num_tokens: int) -> KVCache:
         """In buffers of fixed size when the target's is: this model is then compiled like it, or says why not."""
         assert self._target is not None and self._loaded is not None, "bind comes first"
+        model, like = self._loaded.model, self._target.compiled
         try:
-            if self._target.compiled is not self._tried:
-                self._tried, self._compiled = self._target.compiled, None
-                if self._tried is not None:
+            if self._tried != (model, like):
+                self._tried, self._compiled = (model, like), None
+                if like is not None:
                     most = self._member.num_draft_tokens + 2  # what was committed since the last draft
-                    self._compiled = CompiledModel(self._loaded.model, self._tried.options, widths_for(most))
-                    self._compiled.reserve(self._tried.reserved)
+                    self._compiled = CompiledModel(model, like.options, widths_for(most))
+                    self._compiled.reserve(like.reserved)
             if self._compiled is not None:
                 return self._compiled.begin(num_tokens)
         except CannotCompileError as failure:
@@ -115,8 +119,9 @@ class LanguageModel:
         self._base = len(ids)
         num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
         if self._compiled is not None and sampler.is_plain_greedy and num_branches <= 1:
-            self._drafted = self._greedy_chain(ids, plan.num_tokens)
-            return Draft.chain(self._drafted)
+            tokens, said = self._greedy_chain(ids, plan)
+            self._drafted = list(tokens)
+            return Draft.chain(tokens, claims=said)
         drawn: list[list[tuple[int, torch.Tensor | None]]] = []  # at each depth: the chain's token, and its next best
         claims: list[list[float]] = []
         path = 1.0  # the probability of the chain so far
@@ -142,24 +147,28 @@ class LanguageModel:
         return Draft(tokens, parents, laws=laws, claims=tuple(said))
 
     @torch.inference_mode()
-    def _greedy_chain(self, ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The most likely tokens one after another. Each stays on the device and is the next forward's input there; the host
-        reads all of them at the end, at once.
+    def _greedy_chain(self, ids: Sequence[int], plan: Plan) -> tuple[list[int], list[float]]:
+        """The most likely tokens one after another, and their claims. Each stays on the device and is the next forward's input
+        there; the host reads all of them at the end, at once, and only then can see that some claim too little.
         """
         assert self._compiled is not None
-        tokens: list[torch.Tensor] = []
-        for _ in range(num_tokens):
-            if not tokens:
+        drawn: list[torch.Tensor] = []  # [2]: token and its probability; float64 holds both exactly
+        for _ in range(plan.num_tokens):
+            if not drawn:
                 logits = self._next_logits(ids)
                 if logits is None:
-                    break
+                    return [], []
             elif self._compiled.takes(self._cache, 1):
-                logits = self._fit(self._compiled.forward(self._cache, tokens[-1], ())[-1])
+                logits = self._fit(self._compiled.forward(self._cache, drawn[-1][:1].long(), ())[-1])
             else:  # the buffers are full: the model's own forward needs ids
-                logits = self._next_logits([*ids, *torch.cat(tokens).tolist()])
+                logits = self._next_logits([*ids, *(int(token) for token, _ in torch.stack(drawn).tolist())])
                 assert logits is not None
-            tokens.append(logits.argmax(-1, keepdim=True))
-        return torch.cat(tokens).tolist() if tokens else []
+            token = logits.argmax(-1, keepdim=True)
+            drawn.append(torch.cat([token, logits.float().softmax(-1).gather(-1, token)]).double())
+        rows = torch.stack(drawn).tolist() if drawn else []
+        claims = list(itertools.accumulate((prob for _, prob in rows), operator.mul))
+        count = next((i + 1 for i, claim in enumerate(claims) if claim < plan.min_claim), len(rows))
+        return [int(token) for token, _ in rows[:count]], claims[:count]
 
     @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:

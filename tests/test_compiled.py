@@ -283,13 +283,14 @@ def test_rows_and_wider_trees_work_behind_the_same_context():
     target, eager = compiled_target(), Target(model_of())
     wide = TokenTree.chain(range(1, 30))
     caches = [each.prefill(PROMPTS[0]) for each in (target, eager)]
-    for tree, layout, path in (
+    steps: Any = (
         (TREE, "tree", (0, 2)),
         (wide, "tree", (0, 1, 2)),
         (TREE, "tree", (3,)),
         (TREE, "rows", (0, 2)),
         (TREE, "tree", (0,)),
-    ):
+    )
+    for tree, layout, path in steps:
         a, b = (each.score(cache, 6, tree, layout) for each, cache in zip((target, eager), caches, strict=True))
         assert torch.allclose(a, b, atol=1e-4)
         for cache in caches:
@@ -417,14 +418,20 @@ def test_sampling_draws_the_same_whether_compiled_or_not():
     assert texts[0] == texts[1]
 
 
-def test_hidden_states_that_were_not_compiled_come_from_the_models_own_forward():
-    target = Target(model_of())
-    target.compile(options(), max_nodes=1)
-    assert isinstance(target.prefill([5, 6]), StaticCache)
-    cache = target.prefill([5, 6, 7], (1,))
-    assert not isinstance(cache, StaticCache)
-    target.score(cache, 7, TREE, "tree")
-    assert cache.hidden[1].shape == (1, 5, 32)
+def test_hidden_states_that_nobody_asked_for_before_are_compiled_then():
+    target, backend = Target(model_of()), Counting()
+    target.compile(options(backend), max_nodes=0)
+    before = backend.count
+    for layers in ((2,), (), (2,)):
+        cache = target.prefill([5, 6, 7], layers)
+        assert isinstance(cache, StaticCache)
+        logits = target.score(cache, 7, TokenTree(), "tree")
+        output = model_of()(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+        assert torch.allclose(logits[0], output.logits[0, -1], atol=1e-4)
+        for layer in layers:
+            assert torch.allclose(cache.hidden[layer][0], output.hidden_states[layer][0, -1:], atol=1e-4)
+        assert backend.count == before + 2  # the mover and the one width
+        del cache
 
 
 def test_a_model_without_programs_has_no_capacity():

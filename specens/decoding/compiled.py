@@ -81,7 +81,7 @@ class CompiledModel:
     ) -> None:
         self.options = options
         self.widths = tuple(sorted(set(widths)))
-        self.hidden_layers = tuple(hidden_layers)
+        self.hidden_layers = tuple(sorted(set(hidden_layers)))
         self._model = model
         self._windows = attention_windows(model.config)
         self._like = _layers_of(model, self.hidden_layers)
@@ -98,13 +98,12 @@ class CompiledModel:
 
     def begin(self, num_tokens: int, hidden_layers: Sequence[int] = ()) -> KVCache:
         """An empty cache for a prompt of so many tokens: in the buffers, if these are free. A prompt that is longer than all
-        before makes them larger, and compiles again; raises CannotCompileError when that fails.
+        before makes them larger, and compiles again, as do hidden states that nobody asked for before; raises
+        CannotCompileError when that fails.
         """
-        if not set(hidden_layers) <= set(self.hidden_layers):
-            return KVCache(hidden_layers)
         if self._is_taken():
             return KVCache(hidden_layers)
-        self.reserve(num_tokens)
+        self.reserve(num_tokens, hidden_layers)
         assert self._buffers is not None
         return StaticCache(self._buffers, hidden_layers)
 
@@ -119,15 +118,20 @@ class CompiledModel:
             self._in_use = _nobody if self._buffers.holder is None else weakref.ref(self._buffers.holder)
         return self._buffers.holder is not None
 
-    def reserve(self, num_tokens: int) -> None:
-        """Have room for prompts of up to so many tokens."""
+    def reserve(self, num_tokens: int, hidden_layers: Sequence[int] = ()) -> None:
+        """Have room for prompts of up to so many tokens, and programs that hand out these hidden states too."""
         self.reserved = max(self.reserved, num_tokens)
+        layers = tuple(sorted({*self.hidden_layers, *hidden_layers}))
         wanted = self.reserved + self.options.room + self.widths[-1]
-        if wanted <= self.capacity:
+        if wanted <= self.capacity and layers == self.hidden_layers:
             return
-        capacity = -(-wanted // self.options.block) * self.options.block
+        if layers != self.hidden_layers:
+            self.hidden_layers, self._like = layers, _layers_of(self._model, layers)
         try:
-            self._buffers = StaticBuffers(self._like, capacity, num_moves=self.widths[-1])
+            if wanted > self.capacity:
+                capacity = -(-wanted // self.options.block) * self.options.block
+                self._buffers = StaticBuffers(self._like, capacity, num_moves=self.widths[-1])
+            assert self._buffers is not None
             self._compile(self._buffers)
         except Exception as failure:  # whatever a compiler raises over a model that was not made for it
             self._buffers = None

@@ -33,7 +33,7 @@ def mask_of(width: int, positions: int, boolean: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scores_are_those_of_sdpa(heads, width, mask, rows):
     positions = width + 11 if mask != "none" or width == 1 else width
-    query, key, value = inputs(*heads, width, positions, rows)
+    query, key, value = inputs(heads[0], heads[1], width, positions, rows)
     attention_mask = None if mask == "none" else mask_of(width, positions, mask == "bool")
     module: Any = SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=True)
     ours, _ = grouped_attention(module, query, key, value, attention_mask, scaling=0.3)

@@ -18,8 +18,9 @@ from transformers import GenerationConfig
 from specens.analysis.html import report
 from specens.analysis.metrics import drafter_table, summarise
 from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.compiled import CannotCompileError, CompileOptions
 from specens.decoding.costs import CostTable
-from specens.decoding.drafter import Drafter, describe
+from specens.decoding.drafter import Drafter, describe, hidden_layers
 from specens.decoding.generation import SamplingOptions, eos_ids, prepare
 from specens.decoding.loop import Decoder
 from specens.decoding.target import LAYOUTS, Layout, Target
@@ -55,6 +56,7 @@ class Job:
     baseline: bool = True
     trace: str = "steps"
     exact_width: int | None = None
+    compiled: bool | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -63,6 +65,8 @@ class Job:
             raise UserError(f"trace={self.trace}: only trace=steps is supported")
         if not isinstance(self.baseline, bool):
             raise UserError(f"baseline={self.baseline!r}: give true or false")
+        if self.compiled not in (None, True, False):
+            raise UserError(f"compiled={self.compiled!r}: give true, false or null")
         check_laws(self.verifier, self.drafter)
         if self.exact_width is not None:
             check_exact_width(self.exact_width, self.layout, self.budget)
@@ -138,10 +142,27 @@ class Session:
         screen.say("loading the drafters")
         self.drafted = Speculator(Decoder(self.target, job.drafter, job.budget, job.verifier, job.layout))
         self.plain = Speculator(Decoder(self.target, NoDrafter(), FixedBudget(), Coupled()))
+        self._compile()
         self._costs: list[CostTable] = []  # those that were in force, in order
         self._subject = self._cost_subject()
         if self.drafted.costs is None and job.budget.needs_costs:
             self.drafted.costs = kept(self._subject)
+
+    def _compile(self) -> None:
+        """Compile the target if that was asked for, or is worth it here; or say why not, and go on."""
+        job, device = self.job, self.target.device
+        wanted = device.type == "cuda" and job.layout == "tree" if job.compiled is None else job.compiled
+        if not wanted:
+            return
+        self._screen.say("compiling the target")
+        nodes = job.exact_width or getattr(job.budget, "max_nodes", 64)
+        options = replace(CompileOptions.of(device), room=self.config.max_new_tokens or CompileOptions.room)
+        try:
+            if job.layout != "tree":
+                raise CannotCompileError(f"layout={job.layout} has no fixed shapes")
+            self.target.compile(options, max_nodes=nodes, hidden_layers=hidden_layers(job.drafter))
+        except CannotCompileError as failure:
+            self._screen.say(f"the run goes on uncompiled: {failure}")
 
     def environment(self) -> dict[str, Any]:
         """What the numbers depend on besides the configuration."""
@@ -153,6 +174,7 @@ class Session:
             "platform": platform.platform(),
             "packages": {name: version(name) for name in packages},
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "compiled": self.target.compiled is not None,
             "num_threads": torch.get_num_threads(),
             "git": _git_revision(),
             "target": self._facts,
@@ -164,7 +186,7 @@ class Session:
     def _cost_subject(self) -> dict[str, Any]:
         """What a cost table depends on."""
         known = self.environment()
-        names = ("packages", "device", "num_threads", "target", "drafters", "platform")
+        names = ("packages", "device", "compiled", "num_threads", "target", "drafters", "platform")
         most = getattr(self.job.budget, "max_nodes", None)
         members = [str(member) for member in self.job.drafter.members]
         return {**{name: known[name] for name in names}, "layout": self.job.layout, "width": most, "members": members}

@@ -25,7 +25,7 @@ from specens.errors import UserError
 from specens.records import RunWriter
 
 BUILT = ("target", "drafter", "budget", "verifier", "sampling", "prompts", "tracker")
-PLAIN = ("layout", "baseline", "trace", "exact_width")
+PLAIN = ("layout", "baseline", "trace", "exact_width", "compiled")
 """The configuration's entries: objects to build, and plain words."""
 
 

@@ -32,24 +32,25 @@ def mask_of(width: int, positions: int, boolean: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("mask", ["none", "float", "bool"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scores_are_those_of_sdpa(heads, width, mask, rows):
-    given = inputs(*heads, width, width + 11 if mask != "none" or width == 1 else width, rows)
-    attention_mask = None if mask == "none" else mask_of(width, given[1].shape[2], mask == "bool")
+    positions = width + 11 if mask != "none" or width == 1 else width
+    query, key, value = inputs(heads[0], heads[1], width, positions, rows)
+    attention_mask = None if mask == "none" else mask_of(width, positions, mask == "bool")
     module: Any = SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=True)
-    ours, _ = grouped_attention(module, *given, attention_mask, scaling=0.3)
-    theirs, _ = sdpa_attention_forward(module, *given, attention_mask, scaling=0.3)
+    ours, _ = grouped_attention(module, query, key, value, attention_mask, scaling=0.3)
+    theirs, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.3)
     assert ours.shape == theirs.shape
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_a_position_bias_goes_to_sdpa():
-    given = inputs(4, 2, 3, 9)
+    query, key, value = inputs(4, 2, 3, 9)
     bias = torch.randn(1, 4, 3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     ours, theirs = (
-        attend(module, *given, mask_of(3, 9), position_bias=bias)[0]
+        attend(module, query, key, value, mask_of(3, 9), position_bias=bias)[0]
         for attend in (grouped_attention, sdpa_attention_forward)
     )
-    plain, _ = grouped_attention(module, *given, mask_of(3, 9))
+    plain, _ = grouped_attention(module, query, key, value, mask_of(3, 9))
     assert torch.equal(ours, theirs)
     assert not torch.allclose(ours, plain)
 

@@ -405,6 +405,31 @@ def test_exact_width_runs_both_ways_and_in_half_precision(tmp_path, capsys, dtyp
     assert "of plain decoding at exact_width=8 too" in "".join(capsys.readouterr())
 
 
+def test_a_compiled_run_says_the_same_and_that_it_was_compiled(tmp_path, capsys):
+    """On a CPU nothing is compiled unless asked for."""
+    texts = []
+    for name, words in (("plain", []), ("compiled", ["compiled=true"])):
+        summary = smoke(tmp_path / name, "budget.max_nodes=5", *words)
+        assert summary["num_failed"] == 0 and summary["num_identical"] == 2
+        assert summary["environment"]["compiled"] == (name == "compiled")
+        assert ("compiling the target" in capsys.readouterr().out) == (name == "compiled")
+        texts.append(load(tmp_path / name).prompts.text.tolist())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["layout=rows"], "layout=rows"), (["target.dtype=float16"], "Unsupported")],  # packed weights are no tensors
+    ids=["rows", "weights"],
+)
+def test_what_cannot_be_compiled_runs_uncompiled_and_says_why_in_a_line(tmp_path, capsys, words, why):
+    smoke(tmp_path / "run", "compiled=true", *words)
+    assert summary_of(tmp_path / "run")["environment"]["compiled"] is False
+    lines = [line for line in capsys.readouterr().out.splitlines() if "goes on uncompiled" in line]
+    assert len(lines) == 1
+    assert why in lines[0]
+
+
 # Refused before a model is loaded
 
 
@@ -429,6 +454,7 @@ def test_exact_width_runs_both_ways_and_in_half_precision(tmp_path, capsys, dtyp
         (["exact_width=0"], ["exact_width", "0"]),
         (["exact_width=16"], ["exact_width=16", "64 nodes", "budget.max_nodes=16"]),
         (["exact_width=64", "layout=rows"], ["exact_width", "layout=rows", "layout=tree"]),
+        (["compiled=maybe"], ["compiled", "maybe"]),
         (["verifier=typical", "verifier.epsilon=0"], ["verifier.epsilon", "0"]),
         (["drafter=universal", "model@drafter.model=tiny", "verifier=residual"], ["universal", "verifier=coupled"]),
     ],

@@ -7,7 +7,8 @@ sliding-window cache layer forgets, and can be rolled back only while it is told
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class GrowingLayer(DynamicLayer):
         end = begin + key_states.shape[-2]
         if end > capacity:
             self._move(self.keys, self.values, max(2 * capacity, end + SPARE_POSITIONS))
-        self._fill(end)
+        self.show(end)
         self.keys[..., begin:, :] = key_states
         self.values[..., begin:, :] = value_states
         return self.keys, self.values
@@ -73,11 +74,12 @@ class GrowingLayer(DynamicLayer):
         self.buffers = tuple(
             states.new_empty(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)
         )
-        self._fill(keys.shape[-2])
+        self.show(keys.shape[-2])
         self.keys.copy_(keys)
         self.values.copy_(values)
 
-    def _fill(self, end: int) -> None:
+    def show(self, end: int) -> None:
+        """The filled part ends here."""
         self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
 
 
@@ -87,6 +89,66 @@ class GrowingCache(DynamicCache):
     def __init__(self) -> None:
         super().__init__()
         self.layer_class_to_replicate = GrowingLayer
+
+    def fill(self, buffers: StaticBuffers, num_positions: int) -> None:
+        """Be the first positions of buffers that exist."""
+        self.layers = []
+        for pair in zip(buffers.keys, buffers.values, strict=True):
+            layer = GrowingLayer()
+            layer.device, layer.is_initialized, layer.buffers = pair[0].device, True, pair
+            layer.show(num_positions)
+            self.layers.append(layer)
+
+    def lies_in(self, buffers: StaticBuffers) -> bool:
+        """Whether it is still where it was filled, and has not outgrown that."""
+        return all(layer.buffers[0] is keys for layer, keys in zip(self.layers, buffers.keys, strict=True))
+
+
+class StaticBuffers:
+    """Keys and values `[1, heads, capacity, head_dim]` of every layer, at addresses that never change: one context at a time.
+    `num_moves` positions can be moved at once, by `mover`.
+    """
+
+    def __init__(self, like: Sequence[GrowingLayer], capacity: int, num_moves: int) -> None:
+        self.capacity, self.num_moves = capacity, num_moves
+        self._holder: weakref.ref[StaticCache] | None = None
+        with torch.inference_mode(False):
+            self.keys = [torch.zeros(*_shape(layer.keys, capacity), **_kind(layer.keys)) for layer in like]
+            self.values = [torch.zeros(*_shape(layer.values, capacity), **_kind(layer.values)) for layer in like]
+        self.mover: Callable[..., None] = move_positions
+
+    def move(self, moves: torch.Tensor) -> None:
+        """Copy positions: `[2, num_moves]`, to and from."""
+        self.mover(moves, self.keys, self.values)
+
+    @property
+    def holder(self) -> StaticCache | None:
+        """The context that is in them."""
+        return None if self._holder is None else self._holder()
+
+    @holder.setter
+    def holder(self, cache: StaticCache) -> None:
+        self._holder = weakref.ref(cache)
+
+
+def _shape(states: torch.Tensor, capacity: int) -> tuple[int, ...]:
+    return (*states.shape[:-2], capacity, states.shape[-1])
+
+
+def _kind(states: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": states.dtype, "device": states.device}
+
+
+def move_positions(moves: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy positions within every layer, `[2, num_moves]` to and from; all are read before any is written."""
+    for states in (*keys, *values):
+        states.index_copy_(-2, moves[0], states.index_select(-2, moves[1]))
+
+
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """Whole numbers on a device, without waiting for it."""
+    tensor = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class KVCache:
@@ -101,16 +163,21 @@ class KVCache:
     """
 
     def __init__(self, hidden_layers: Sequence[int] = ()) -> None:
-        self.states = GrowingCache()
+        self._states = GrowingCache()
         self.hidden_layers = tuple(hidden_layers)
         self.hidden: dict[int, torch.Tensor] = {}
         self._base = 0
         self._rows: tuple[tuple[int, ...], ...] | None = None
 
     @property
+    def states(self) -> GrowingCache:
+        """What the model's own forward appends to."""
+        return self._states
+
+    @property
     def length(self) -> int:
         """Positions held."""
-        return int(self.states.get_seq_length())
+        return int(self._states.get_seq_length())
 
     def rollback(self, keep: int) -> None:
         """Keep the first `keep` positions. In transformers 5.24, `crop` takes a negative count of positions to remove."""
@@ -135,7 +202,8 @@ class KVCache:
         keep = self._base + 1 + len(path)
         row, slots = 0, [0, *(node + 1 for node in path)]
         if self._rows is None:
-            self._gather(path)
+            if list(path) != list(range(len(path))):
+                self._gather(path)
         else:
             slots = list(range(len(slots)))
             row = next(r for r, nodes in enumerate(self._rows) if nodes[: len(path)] == tuple(path))
@@ -143,7 +211,15 @@ class KVCache:
                 self.states.batch_select_indices(torch.tensor([row]))
         self._rows = None
         self.rollback(keep)
-        self.hidden = {layer: states[row, slots] for layer, states in self.hidden.items()}
+        if self.hidden:
+            self._keep_hidden(row, slots)
+
+    def _keep_hidden(self, row: int, slots: Sequence[int]) -> None:
+        if list(slots) == list(range(len(slots))):
+            self.hidden = {layer: states[row, : len(slots)] for layer, states in self.hidden.items()}
+        else:
+            index = {states.device: on_device(slots, states.device) for states in self.hidden.values()}
+            self.hidden = {layer: states[row, index[states.device]] for layer, states in self.hidden.items()}
 
     def repeat_rows(self, num_rows: int) -> None:
         """Copy a cache of one row: several texts go on from the same prefix."""
@@ -154,9 +230,7 @@ class KVCache:
         self.states.batch_select_indices(torch.tensor(list(rows), dtype=torch.long))
 
     def _gather(self, path: Sequence[int]) -> None:
-        """Move the path's positions, which may lie apart in the tree, right behind the last committed token."""
-        if list(path) == list(range(len(path))):
-            return
+        """Move the path's positions, which lie apart in the tree, right behind the last committed token."""
         begin = self._base + 1
         slots = [begin + node for node in path]
         layer: Any
@@ -165,9 +239,60 @@ class KVCache:
             if layer.get_seq_length() == 0:
                 continue
             if layer.device not in index:
-                index[layer.device] = torch.tensor(slots, device=layer.device)
+                index[layer.device] = on_device(slots, layer.device)
             for states in (layer.keys, layer.values):
                 states[..., begin : begin + len(path), :] = states.index_select(-2, index[layer.device])
+
+
+class StaticCache(KVCache):
+    """A context in static buffers. Forwards of fixed shapes write there and see all of it, so that only the length is kept here;
+    any other forward finds ordinary layers, which are views of the same buffers, and may leave them when they are too small.
+    """
+
+    def __init__(self, buffers: StaticBuffers, hidden_layers: Sequence[int] = ()) -> None:
+        super().__init__(hidden_layers)
+        self.buffers = buffers
+        self._count: int | None = 0  # None: the layers know
+        buffers.holder = self
+
+    @property
+    def states(self) -> GrowingCache:
+        if self._count is not None:
+            self._states.fill(self.buffers, self._count)
+            self._count = None
+        return self._states
+
+    @property
+    def length(self) -> int:
+        return super().length if self._count is None else self._count
+
+    def settle(self, width: int) -> bool:
+        """Whether a forward of a fixed width can go on from here; then the length is kept here again."""
+        if self._count is None and self._states.lies_in(self.buffers):
+            self._count = super().length
+        return self._count is not None and self._count + width <= self.buffers.capacity
+
+    def advance(self, num_tokens: int) -> None:
+        """A forward of a fixed shape has written so many more positions."""
+        assert self._count is not None
+        self._count += num_tokens
+
+    def rollback(self, keep: int) -> None:
+        if self._count is None:
+            return super().rollback(keep)
+        if not 0 <= keep <= self._count:
+            raise ValueError(f"cannot keep {keep} of {self._count} positions")
+        self._count = keep
+        return None
+
+    def _gather(self, path: Sequence[int]) -> None:
+        if self._count is None:
+            return super()._gather(path)
+        moves = [(i, node) for i, node in enumerate(path) if i != node]
+        # Filled up with the last committed token, which stays where it is.
+        moves += [(-1, -1)] * (self.buffers.num_moves - len(moves))
+        self.buffers.move(on_device(np.array(moves).T.copy() + self._base + 1, self.buffers.keys[0].device))
+        return None
 
 
 def ancestry(parents: Sequence[int]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.attention import grouped
 from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
+from specens.decoding.compiled import CannotCompileError, CompiledModel, CompileOptions, widths_for
 from specens.decoding.types import ROOT, TokenTree
 from specens.errors import UserError, one_line
 
@@ -50,6 +52,7 @@ class Target:
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._rope = RopeBoundary.of(model)
+        self.compiled: CompiledModel | None = None
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +77,38 @@ class Target:
         """The most tokens of prompt and output together, None when the model sets no limit."""
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(limit) if limit else None
+
+    def compile(
+        self,
+        options: CompileOptions | None = None,
+        *,
+        max_nodes: int = 64,
+        hidden_layers: Sequence[int] = (),
+        num_tokens: int = 1,
+    ) -> None:
+        """From now on, score trees of up to `max_nodes` nodes by compiled forwards, and hand out the hidden states named. Takes
+        seconds to minutes, for prompts of up to `num_tokens` once and for all. Raises CannotCompileError, and then all stays
+        as it was.
+        """
+        options = options or CompileOptions.of(self.device)
+        self._refuse_fixed_shapes()
+        try:
+            self.compiled = CompiledModel(self.model, options, widths_for(max_nodes + 1), hidden_layers)
+            self.compiled.reserve(num_tokens)
+            error = _verification_error(self, "tree")
+            if not error <= _tolerance(self):
+                raise CannotCompileError(f"compiled forwards are off by {error:.2g}")
+        except CannotCompileError:
+            self.compiled = None
+            raise
+
+    def _refuse_fixed_shapes(self) -> None:
+        try:
+            self.check_layout("tree")
+        except UserError as refusal:
+            raise CannotCompileError(one_line(refusal)) from refusal
+        if self._rope is not None:
+            raise CannotCompileError(f"its {self._rope.kind} rotary positions depend on the length")
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that this model cannot run, by name and with the reason."""
@@ -108,11 +143,21 @@ class Target:
     @torch.inference_mode()
     def prefill(self, prompt_ids: Sequence[int], hidden_layers: Sequence[int] = ()) -> KVCache:
         """The cache of all prompt tokens but the last, with their hidden states on request. Emits nothing."""
-        cache = KVCache(hidden_layers)
+        cache = self._empty_cache(len(prompt_ids), hidden_layers)
         if len(prompt_ids) > 1:
             self._forward(cache, [list(prompt_ids[:-1])], [list(range(len(prompt_ids) - 1))], last_only=True)
             cache.hidden = {layer: states[0] for layer, states in cache.hidden.items()}
         return cache
+
+    def _empty_cache(self, num_tokens: int, hidden_layers: Sequence[int]) -> KVCache:
+        if self.compiled is None:
+            return KVCache(hidden_layers)
+        try:
+            return self.compiled.begin(num_tokens, hidden_layers)
+        except CannotCompileError as failure:
+            self.compiled = None
+            warnings.warn(f"{self.name}: goes on uncompiled: {failure}", stacklevel=2)
+            return KVCache(hidden_layers)
 
     @torch.inference_mode()
     def extend(self, cache: KVCache, token_ids: Sequence[int]) -> torch.Tensor:
@@ -138,7 +183,13 @@ class Target:
         One forward over [last committed token, nodes]. The cache then holds all of them, until it `accept`s a path.
         """
         if self.exact_width is not None and layout == "tree":
-            return self._score_tree(cache, last_token, padded(tree, self.exact_width, last_token))[: len(tree) + 1]
+            wide = padded(tree, self.exact_width, last_token)
+            return self._score(cache, last_token, wide, layout)[: len(tree) + 1]
+        return self._score(cache, last_token, tree, layout)
+
+    def _score(self, cache: KVCache, last_token: int, tree: TokenTree, layout: Layout) -> torch.Tensor:
+        if layout == "tree" and self.compiled is not None and self.compiled.takes(cache, len(tree) + 1):
+            return self.compiled.forward(cache, (last_token, *tree.token_ids), tree.parents)
         if len(tree) == 0:
             cache.open_tree()
             return self._forward(cache, [[last_token]], [[cache.length]])[0]
@@ -259,12 +310,15 @@ def self_check(target: Target, layout: Layout) -> None:
         raise UserError(
             f"{target.name}: cannot verify with layout={layout} ({one_line(failure)}); try the other layout"
         ) from failure
-    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) and not target.is_quantized else 0.1
-    if not error <= tolerance:
+    if not error <= _tolerance(target):
         raise UserError(
             f"{target.name}: verifying with layout={layout} does not reproduce the model's own scores (relative error "
             f"{error:.2g}), so the output would not be its own; try the other layout or attention=eager"
         )
+
+
+def _tolerance(target: Target) -> float:
+    return 1e-3 if target.dtype in (torch.float32, torch.float64) and not target.is_quantized else 0.1
 
 
 def _check_ids(target: Target) -> list[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,9 +15,10 @@ from transformers import PreTrainedModel
 
 from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
+from specens.decoding.compiled import CannotCompileError, CompiledModel, widths_for
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
-from specens.decoding.types import Commit, Draft, Member, Plan
+from specens.decoding.types import Commit, Draft, Member, Plan, chain_parents
 from specens.errors import check_count
 from specens.models import LoadedModel, check_same_vocabulary
 
@@ -53,6 +57,9 @@ class LanguageModel:
         self._num_branches = num_branches
         self._member = Member(name, num_draft_tokens, num_draft_tokens * num_branches)
         self._loaded: LoadedModel | None = None
+        self._target: Target | None = None
+        self._compiled: CompiledModel | None = None
+        self._tried: tuple[object, object] = (None, None)
         self._cache = KVCache()
         self._drafted: list[int] = []
         self._base = 0
@@ -77,20 +84,44 @@ class LanguageModel:
             self._loaded = self._source.load_for(target)
             check_same_vocabulary(self._member.name, self._loaded.tokenizer, target.tokenizer)
         refuse_unsupported(self._loaded.model)
+        self._target = target
         self._vocab_size, self._device = target.vocab_size, target.device
         limit = getattr(self._loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._member = replace(self._member, context_limit=limit)
 
     def start(self, prompt_ids: Sequence[int]) -> None:
-        self._cache, self._drafted = KVCache(), []
+        self._cache = KVCache()  # gives the buffers back
+        self._cache, self._drafted = self._empty_cache(len(prompt_ids)), []
         limit = self._member.context_limit
         if len(prompt_ids) > 1 and (limit is None or len(prompt_ids) <= limit):
             self._next_logits(prompt_ids[:-1])
+
+    def _empty_cache(self, num_tokens: int) -> KVCache:
+        """In buffers of fixed size when the target's is: this model is then compiled like it, or says why not."""
+        assert self._target is not None and self._loaded is not None, "bind comes first"
+        model, like = self._loaded.model, self._target.compiled
+        try:
+            if self._tried != (model, like):
+                self._tried, self._compiled = (model, like), None
+                if like is not None:
+                    most = self._member.num_draft_tokens + 2  # what was committed since the last draft
+                    self._compiled = CompiledModel(model, like.options, widths_for(most))
+                    self._compiled.reserve(like.reserved)
+            if self._compiled is not None:
+                return self._compiled.begin(num_tokens)
+        except CannotCompileError as failure:
+            self._compiled = None
+            warnings.warn(f"drafter {self._member.name}: goes on uncompiled: {failure}", stacklevel=2)
+        return KVCache()
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         ids = list(context_ids)
         self._base = len(ids)
         num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
+        if self._compiled is not None and sampler.is_plain_greedy and num_branches <= 1:
+            tokens, said = self._greedy_chain(ids, plan)
+            self._drafted = list(tokens)
+            return Draft.chain(tokens, claims=said)
         drawn: list[list[tuple[int, torch.Tensor | None]]] = []  # at each depth: the chain's token, and its next best
         claims: list[list[float]] = []
         path = 1.0  # the probability of the chain so far
@@ -116,14 +147,39 @@ class LanguageModel:
         return Draft(tokens, parents, laws=laws, claims=tuple(said))
 
     @torch.inference_mode()
+    def _greedy_chain(self, ids: Sequence[int], plan: Plan) -> tuple[list[int], list[float]]:
+        """The most likely tokens one after another, and their claims. Each stays on the device and is the next forward's input
+        there; the host reads all of them at the end, at once, and only then can see that some claim too little.
+        """
+        assert self._compiled is not None
+        drawn: list[torch.Tensor] = []  # [2]: token and its probability; float64 holds both exactly
+        for _ in range(plan.num_tokens):
+            if not drawn:
+                logits = self._next_logits(ids)
+                if logits is None:
+                    return [], []
+            elif self._compiled.takes(self._cache, 1):
+                logits = self._fit(self._compiled.forward(self._cache, drawn[-1][:1].long(), ())[-1])
+            else:  # the buffers are full: the model's own forward needs ids
+                logits = self._next_logits([*ids, *(int(token) for token, _ in torch.stack(drawn).tolist())])
+                assert logits is not None
+            token = logits.argmax(-1, keepdim=True)
+            drawn.append(torch.cat([token, logits.float().softmax(-1).gather(-1, token)]).double())
+        rows = torch.stack(drawn).tolist() if drawn else []
+        claims = list(itertools.accumulate((prob for _, prob in rows), operator.mul))
+        count = next((i + 1 for i, claim in enumerate(claims) if claim < plan.min_claim), len(rows))
+        return [int(token) for token, _ in rows[:count]], claims[:count]
+
+    @torch.inference_mode()
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor | None:
         """Logits `[target's vocab]` after `ids`, feeding what the cache lacks; None if this model cannot read the text
         (an id beyond its own vocabulary).
         """
         assert self._loaded is not None, "bind comes first"
-        logits = feed(self._loaded, self._cache, ids)
-        if logits is None:
-            return None
+        logits = feed(self._loaded, self._cache, ids, self._compiled)
+        return None if logits is None else self._fit(logits)
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.to(self._device)  # where the processors' own tensors are
         # Padded embeddings: same tokenizer, other length of a logits row. Ids that the target lacks are never proposed.
         extra = self._vocab_size - logits.shape[-1]
@@ -142,7 +198,9 @@ class LanguageModel:
 
 
 @torch.inference_mode()
-def feed(loaded: LoadedModel, cache: KVCache, ids: Sequence[int]) -> torch.Tensor | None:
+def feed(
+    loaded: LoadedModel, cache: KVCache, ids: Sequence[int], compiled: CompiledModel | None = None
+) -> torch.Tensor | None:
     """Logits `[model's vocab]` after `ids`, of which the cache holds a prefix: one forward over the rest, at least one id.
     None, and no forward, when one of these is beyond the model's embeddings.
     """
@@ -150,6 +208,8 @@ def feed(loaded: LoadedModel, cache: KVCache, ids: Sequence[int]) -> torch.Tenso
     new = list(ids[cache.length :])
     if max(new) >= embeddings.shape[0]:  # pyright: ignore[reportIndexIssue]
         return None
+    if compiled is not None and compiled.takes(cache, len(new)):
+        return compiled.forward(cache, new, chain_parents(len(new) - 1))[-1]
     batch = torch.tensor([new], device=embeddings.device)  # pyright: ignore[reportArgumentType]
     with grouped(loaded.model):
         output = loaded.model(batch, cache=cache.states, use_cache=True, **loaded.last_logits_only)

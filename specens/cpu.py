@@ -28,8 +28,8 @@ MOST_ROWS = 128
 class PackedLinear(nn.Linear):
     """A linear layer with a packed copy of its weights. `weight` stays what it was, for whoever reads it.
 
-    The packed copy does not follow later changes of `weight`. A layer that is moved or converted becomes a plain one again, and so
-    is what is copied or stored of it: oneDNN's packed tensors can be neither.
+    The packed copy does not follow later changes of `weight`. A layer that is moved or converted becomes a plain one again, and
+    what is copied or stored of it is plain: oneDNN's packed tensors can be neither.
     """
 
     kind: str

@@ -28,7 +28,8 @@ MOST_ROWS = 128
 class PackedLinear(nn.Linear):
     """A linear layer with a packed copy of its weights. `weight` stays what it was, for whoever reads it.
 
-    The copy does not follow later changes of `weight`; a layer that is moved or converted becomes a plain one again.
+    The packed copy does not follow later changes of `weight`. A layer that is moved or converted becomes a plain one again, and
+    what is copied or stored of it is plain: oneDNN's packed tensors can be neither.
     """
 
     kind: str
@@ -42,6 +43,8 @@ class PackedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.kind != "int8" and input.numel() > MOST_ROWS * self.in_features:
             return linear(input, self.weight, self.bias)
+        if input.dim() == 1:  # FBGEMM wants rows
+            return self(input[None])[0]
         if self.kind == "float32":
             return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
         if self.kind == "float16":
@@ -51,6 +54,14 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         unpack(self)
         return nn.Linear._apply(self, fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_packed", "kind")}
+        return _empty_layer, (), state
+
+
+def _empty_layer() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)
 
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Any:

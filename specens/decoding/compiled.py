@@ -186,6 +186,8 @@ class CompiledModel:
         compiled = compile_it(function, fullgraph=True, dynamic=False, isolate_recompiles=True, **options)
 
         def launch(*given: Any) -> Any:
+            if self.options.mode is not None:
+                torch.compiler.cudagraph_mark_step_begin()  # what the last call returned has been copied
             with grouped(self._model):
                 return compiled(*given)
 
@@ -233,7 +235,10 @@ class CompiledModel:
         cache.settle(width)
         scores = self.forward(cache, ids[3:], chain_parents(count - 4))
         error = float((scores - expected).abs().mean() / expected.std().clamp_min(1e-6))
-        if not error <= (1e-3 if self._model.dtype in (torch.float32, torch.float64) else 0.1):
+        is_exact = self._model.dtype in (torch.float32, torch.float64) and not getattr(
+            self._model, "is_quantized", False
+        )
+        if not error <= (1e-3 if is_exact else 0.1):
             raise ValueError(f"a compiled forward of width {width} is off by {error:.2g}")
 
 

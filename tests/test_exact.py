@@ -49,7 +49,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specens.decoding.bandit import BanditBudget
 from specens.decoding.budget import FixedBudget, PlanContext
+from specens.decoding.cost_aware import CostAwareBudget
+from specens.decoding.costs import CostTable
 from specens.decoding.drafter import condition, hidden_layers
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
@@ -366,6 +369,40 @@ def test_whole_texts_of_the_loop_have_the_targets_law(names, layout):
         law, wanted = decoder_law(target, team(names.split("+"), target), verifier, layout=layout, count=3, eos=(2,))
         ERRORS.append(distance(law, wanted))
         assert ERRORS[-1] < LIMIT
+
+
+COSTS = CostTable(((0, 10.0), (1, 11.0), (4, 16.0)), {"draw0": ((1, 1.0),), "short_lm": ((1, 1.0), (2, 2.0))}, 1.0)
+LEARNING = {
+    "cost_aware": CostAwareBudget(),
+    "narrow": CostAwareBudget(max_nodes=2),
+    "ucb1": BanditBudget(),
+    "thompson": BanditBudget(strategy="thompson"),
+}
+
+
+@pytest.mark.parametrize("budget", LEARNING)
+@pytest.mark.parametrize("names", ["row", "draw+retrieval", "draw+other", "short", "short_lm+ngram"])
+def test_budgets_that_learn_keep_the_law(names, budget):
+    """What they ask and verify in the second step depends on what was drawn in the first: on its tokens, claims and verdict."""
+    target = TARGETS["model"] if "lm" in names else TARGETS["table"]
+    members = names.split("+")
+    drafter = Ensemble({name: real(name, target) for name in members}) if "lm" in names else team(members, target)
+    plans = set()
+
+    class Priced:
+        """The budget with a table of costs."""
+
+        def begin(self, members, costs, earlier=None):
+            policy = LEARNING[budget].begin(members, COSTS)
+            plan = policy.plan
+            policy.plan = lambda context: [plans.add(made := plan(context)), made][1]
+            return policy
+
+    for verifier in VERIFIERS:
+        law, wanted = decoder_law(target, drafter, verifier, budget=Priced(), count=3)
+        ERRORS.append(distance(law, wanted))
+        assert ERRORS[-1] < LIMIT
+    assert len(plans) > 1, "it decided one thing and another"
 
 
 def test_whole_texts_with_the_packages_drafters():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,10 @@ import torch
 from helpers import Fake, decode, guesser_weights, plain_greedy, text_drafter, trained_tokenizer
 
 from specens.analysis.metrics import summarise
-from specens.decoding.budget import FixedBudget
+from specens.decoding.bandit import BanditBudget
+from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.cost_aware import CostAwareBudget
+from specens.decoding.costs import CostTable
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
@@ -44,12 +49,45 @@ pytestmark = pytest.mark.laws
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [100], [9, 3, 9, 3, 9, 3, 44, 12, 9])
 COUNT = 16
 SEEDS = (None, 7)
-BUDGETS = {
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A budget that knows what steps cost."""
+
+    budget: Any
+    costs: CostTable
+
+    @property
+    def max_nodes(self) -> int:
+        return self.budget.max_nodes
+
+    @property
+    def needs_costs(self) -> bool:
+        return False
+
+    def begin(self, members, costs, earlier=None):
+        return self.budget.begin(members, self.costs, earlier)
+
+
+# Nodes cost, and so do models: some members are asked now and then, some trees are cut, some steps are plain.
+COSTS = CostTable(
+    ((0, 10.0), (4, 11.0), (8, 14.0), (16, 24.0)),
+    dict.fromkeys(("lm", "same", "quantized", "distilled", "universal", "block", "heads"), ((1, 2.0), (3, 4.0)))
+    | {"oracle": ((1, 5.0), (5, 25.0)), "ngram": ((1, 0.1),)},
+    1.0,
+)
+BUDGETS: dict[str, Any] = {
     "fixed": FixedBudget(),
     "fixed3": FixedBudget(max_nodes=3),
     "fixed0": FixedBudget(max_nodes=0),
     "priority": FixedBudget(max_nodes=6, first_only=True),
+    "cost_aware": CostAwareBudget(),
+    "cost_aware_priced": Priced(CostAwareBudget(max_nodes=12), COSTS),
+    "ucb1": Priced(BanditBudget(), COSTS),
+    "thompson": Priced(BanditBudget(max_nodes=6, strategy="thompson"), COSTS),
 }
+LEARNING = ("cost_aware", "cost_aware_priced", "ucb1", "thompson")
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +261,15 @@ def _accounts_balance(prompts, steps, drafts):
         assert wins + summary["no_win_rate"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("budget", ["fixed", "cost_aware_priced", "ucb1"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_law_1_a_text_that_ends_inside_a_block_ends_like_plain_decoding(model, other, layout):
+def test_law_1_a_text_that_ends_inside_a_block_ends_like_plain_decoding(model, other, layout, budget):
     target = Target(model)
     text = plain_greedy(model, PROMPTS[0], COUNT)
     for name, place in itertools.product(("oracle", "ngram+same", "bushy"), range(8)):
         eos = text[place]
-        output, steps = decode(target, team(name, model, other), PROMPTS[0], COUNT, layout=layout, eos=[eos])
+        drafter = team(name, model, other)
+        output, steps = decode(target, drafter, PROMPTS[0], COUNT, layout=layout, eos=[eos], budget=BUDGETS[budget])
         assert output == text[: text.index(eos) + 1]
         trimmed = sum(step.num_accepted + 1 - step.num_emitted for step in steps)
         assert trimmed in (0, 1) and len(output) == sum(s.num_accepted for s in steps) + len(steps) - trimmed
@@ -246,6 +286,25 @@ def test_law_1_a_drafter_cannot_write_into_the_context(model, plain, seed):
 
     for members in ({"scribble": Fake(scribble)}, {"ngram": NGram(), "scribble": Fake(scribble), "ngram2": NGram()}):
         assert run(Target(model), Ensemble(members), PROMPTS[0], seed=seed)[0] == plain[tuple(PROMPTS[0]), seed]
+
+
+@pytest.mark.parametrize("budget", LEARNING)
+def test_budgets_that_learn_do_something_in_these_laws(model, other, budget):
+    """They ask somebody, not always everybody, and cut some trees; where nothing has a cost, plain steps are for want of room."""
+    names = ("silent+wrong+ngram+lm+oracle", "ngram+distilled+block+heads+wrong", "bushy+bushy2+ngram")
+    steps = [
+        step
+        for name, prompt, seed in itertools.product(names, PROMPTS, SEEDS)
+        for step in run(Target(model), team(name, model, other), prompt, budget=budget, seed=seed)[1]
+    ]
+    assert sum(step.num_accepted for step in steps) > 20
+    modes = {step.mode for step in steps[:-1]}
+    assert "draft" in modes and (budget == "cost_aware" or "plain" in modes)
+    members = [member for step in steps for member in step.members]
+    assert any(not member.num_planned for member in members) or budget == "cost_aware"
+    if budget.startswith("cost_aware"):
+        assert any(member.num_verified < member.num_drafted for member in members)
+        assert any(len([m for m in step.members if m.num_planned]) > 1 for step in steps)
 
 
 @pytest.mark.parametrize("name", ["distilled", "heads", "block"])
@@ -325,6 +384,16 @@ def test_law_4_company_never_changes_the_output_and_order_only_permutes_the_tabl
     assert len({str(table) for table in tables.values()}) == 1
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_law_4_company_and_order_never_change_the_output_whatever_the_budget(model, other, plain, budget, seed):
+    """Who is asked may depend on the company; what is said does not."""
+    members = ("ngram", "same", "wrong", "silent", "bushy")
+    for order in (members, members[::-1], members[2:] + members[:2], ("ngram", "ngram2", "same", "wrong")):
+        output, _ = run(Target(model), team("+".join(order), model, other), PROMPTS[0], budget=budget, seed=seed)
+        assert output == plain[tuple(PROMPTS[0]), seed]
+
+
 def test_law_4_a_copy_of_a_drafter_halves_its_wins(model, other):
     target = Target(model)
     _, alone = run(target, team("oracle", model, other), PROMPTS[0])
@@ -343,21 +412,23 @@ def test_a_better_team_never_takes_more_steps(model, other):
         assert counts == sorted(counts, reverse=True)
 
 
+@pytest.mark.parametrize("budget", ["fixed", *LEARNING])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout):
+def test_law_7_the_cache_is_what_a_fresh_forward_would_make(model, other, layout, budget):
     """After every step: one position less than committed, and the next scores equal those of the whole text (float64)."""
     double = random_model(
         vocab_size=128, max_position_embeddings=256, hidden_size=64, seed=3, attn_implementation="sdpa"
     )
     target = Target(double.double())
     for name in ("bushy+ngram", "silent+wrong+ngram+oracle", "oracle"):
-        checked = _decode_checking_cache(target, team(name, target.model, other), PROMPTS[2], layout)
+        drafter = team(name, target.model, other)
+        checked = _decode_checking_cache(target, drafter, PROMPTS[2], layout, BUDGETS[budget])
         assert checked > 2
 
 
-def _decode_checking_cache(target, drafter, prompt, layout) -> int:
+def _decode_checking_cache(target, drafter, prompt, layout, budget: Budget) -> int:
     drafter.bind(target)
-    decoder = Decoder(target, drafter, FixedBudget(), Coupled(), layout)
+    decoder = Decoder(target, drafter, budget, Coupled(), layout)
     cache, _ = decoder.prefill(prompt)
     steps = decoder.decode(prompt, cache, Sampler(), StopRules(len(prompt) + COUNT))
     ids, checked = list(prompt), 0
@@ -396,15 +467,27 @@ def test_law_8_also_when_it_was_not_asked_for_some_steps(model):
     assert all(m.num_matched == m.num_drafted for m in asked)
 
 
-def test_law_9_a_prompts_output_and_counts_do_not_depend_on_what_ran_before(model, other):
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("budget", LEARNING)
+def test_law_8_under_every_budget_that_learns(model, budget, seed):
+    """Asked or not, verified or not: what it proposes is what is said."""
+    members = {"same": LanguageModel(model, 3, name="same"), "wrong": Oracle(5, wrong=True), "ngram": NGram(6)}
+    for prompt in PROMPTS:
+        _, steps = run(Target(model), Ensemble(members), prompt, budget=budget, seed=seed)
+        same = [(step, step.members[0]) for step in steps if step.members[0].num_drafted]
+        assert same and all(member.num_matched == min(member.num_drafted, step.num_emitted) for step, member in same)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_law_9_a_prompts_output_and_counts_do_not_depend_on_what_ran_before(model, other, budget):
     target = Target(model)
     drafter = team("ngram+lm+retrieval+block+distilled+oracle", model, other)
 
     def counts(order):
         found = {}
         for prompt in order:
-            output, steps = run(target, drafter, prompt, seed=1)
-            found[tuple(prompt)] = (output, [(s.num_nodes, s.num_accepted) for s in steps])
+            output, steps = run(target, drafter, prompt, budget=budget, seed=1)
+            found[tuple(prompt)] = (output, [(s.num_nodes, s.num_accepted, s.mode, s.rate) for s in steps])
         return found
 
     forwards, backwards = counts(PROMPTS), counts(PROMPTS[::-1])

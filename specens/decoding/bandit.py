@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from specens.decoding.budget import RESETS, PlanContext, Policy, depth_drafted, draft_limit
 from specens.decoding.costs import CostTable, check_costs
 from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree
-from specens.errors import UserError, check_count
+from specens.errors import UserError, check_count, check_number
 
 STRATEGIES = ("ucb1", "thompson")
 
@@ -43,8 +43,7 @@ class BanditBudget:
             raise UserError(f"budget.strategy={self.strategy}: choose one of {', '.join(STRATEGIES)}")
         if self.reset not in RESETS:
             raise UserError(f"budget.reset={self.reset}: choose one of {', '.join(RESETS)}")
-        if isinstance(self.exploration, bool) or not isinstance(self.exploration, int | float) or self.exploration < 0:
-            raise UserError(f"budget.exploration={self.exploration!r}: give a number of 0 or more")
+        check_number("budget.exploration", self.exploration)
         if not isinstance(self.refresh, bool):
             raise UserError(f"budget.refresh={self.refresh!r}: give true or false")
         check_costs(self.costs)

@@ -247,7 +247,7 @@ class CostAware:
         step, self._step = self._step, None
         spent = self._spent_ms(step, draft, tree)
         self._learn_claims(draft, commit)
-        self._learn_worth(step, draft, spent)
+        self._learn_worth(step, draft, commit, spent)
         self._emitted = self._emitted * MEMORY + len(commit.token_ids)
         self._spent = self._spent * MEMORY + spent
         self._width = (1 - LEARNING) * self._width + LEARNING * step.num_best if step.tree is not None else self._width
@@ -279,8 +279,15 @@ class CostAware:
                 claim = draft.claim(node)
                 self._claims[draft.owner(node)].learn(default_claim(depth) if claim is None else claim, hit)
 
-    def _learn_worth(self, step: _Step, draft: Draft, spent: float) -> None:
-        """A member's worth in this step: the best tree with its proposals against the best one without."""
+    def _learn_worth(self, step: _Step, draft: Draft, commit: Commit, spent: float) -> None:
+        """A member's worth in this step: the best tree with its proposals against the best one without. It is believed before it is
+        known, and trust comes back while a member is silent; so one that is wrong again has not paid, whatever it seemed worth.
+        """
+        is_right = {
+            draft.owner(node)
+            for node, parent in enumerate(draft.parents)
+            if parent == ROOT and draft.token_ids[node] == commit.token_ids[0]
+        }
         for index, (worth, planned) in enumerate(zip(self._worth, step.depths, strict=True)):
             if not planned:
                 worth.silent_ms += spent
@@ -289,7 +296,7 @@ class CostAware:
             if step.tree is not None and any(owner == index for claims in step.tree.claims for owner, _ in claims):
                 gain = step.value - self._best(step.tree, self._chances(step.tree, index), step.rate)[1]
             worth.gain = worth.gain + LEARNING * (gain - worth.gain) if worth.is_tried else gain
-            if worth.gain > step.rate * self.costs.draft(self.members[index].name, worth.depth):
+            if index in is_right and worth.gain > step.rate * self.costs.draft(self.members[index].name, worth.depth):
                 worth.probe_share = FIRST_SHARE
             elif worth.silent_ms:
                 worth.probe_share = max(worth.probe_share / 2, LAST_SHARE)

@@ -47,6 +47,8 @@ class CostTable:
                 )
         if self.verify_ms[0][0] != 0 or self.verify_ms[0][1] <= 0:
             raise UserError(f"costs: verify_ms must begin with the cost of 0 nodes, got {list(self.verify_ms[:1])}")
+        if not 0 <= self.host_ms < 1e9:
+            raise UserError(f"costs: host_ms must be milliseconds, 0 or more, got {self.host_ms}")
 
     def verify(self, num_nodes: int) -> float:
         """Milliseconds of one forward over `num_nodes` nodes. Never less than over fewer: measured dips are noise."""
@@ -98,9 +100,11 @@ class CostTable:
                 float(content.get("host_ms", 0.0)),
                 origin or str(content.get("origin", "")),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(
-                f"costs: not a cost table ({type(error).__name__}: {error}); it has verify_ms, draft_ms and host_ms"
+                f"costs: not a cost table ({type(error).__name__}: {one_line(error)}); it has verify_ms, draft_ms and host_ms"
             ) from error
 
 
@@ -112,9 +116,12 @@ def read_costs(path: str) -> CostTable:
         raise UserError(
             f"costs {path}: cannot be read ({one_line(error)}); give a JSON file with a cost table"
         ) from error
-    if isinstance(content, dict) and content.get("versions"):
-        content = content["versions"][-1]["table"]
-    return CostTable.of(content, origin=path)
+    try:
+        if isinstance(content, dict) and content.get("versions"):
+            content = content["versions"][-1]["table"]
+        return CostTable.of(content, origin=path)
+    except (UserError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"costs {path}: {one_line(error)}; give a JSON file with a cost table") from error
 
 
 def check_costs(path: str | None) -> None:
@@ -142,7 +149,7 @@ def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
     plain, wider = plain or wider or 1.0, wider or plain or 1.0
     members = {name for step in steps for name in (member.drafter for member in step.members)}
     factors = {name: _factor(list(_draft_times(table, steps, name))) or 1.0 for name in members}
-    host = [step.host_ms for step in steps]
+    host = _factor([(step.host_ms, table.host_ms) for step in steps]) or 1.0
     return replace(
         table,
         verify_ms=tuple((count, ms * (wider if count else plain)) for count, ms in table.verify_ms),
@@ -150,7 +157,7 @@ def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
             name: tuple((count, ms * factors.get(name, 1.0)) for count, ms in row)
             for name, row in table.draft_ms.items()
         },
-        host_ms=(table.host_ms + statistics.median(host)) / 2 if len(host) >= LEAST_SAMPLES else table.host_ms,
+        host_ms=table.host_ms * host,
     )
 
 

@@ -228,8 +228,12 @@ class Grown:
         self._text: list[int] = []
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A new prompt: the text before it is finished, unless it answers this very prompt."""
-        if self._text and self._prompt != tuple(prompt_ids):
+        """A new prompt: the text before it is finished, unless it answers this very prompt, or its beginning (which is what steps
+        are timed on when budgets want to know their cost).
+        """
+        is_asked_again = self._prompt == tuple(prompt_ids[: len(self._prompt)])
+        is_answered = len(self._text) > len(self._prompt) and self._text == list(prompt_ids[: len(self._text)])
+        if self._text and (is_answered or not is_asked_again):  # in a conversation the answer is in the next prompt
             self._waiting += [*self._text, self._end_id]
         self._prompt, self._text = tuple(prompt_ids), list(prompt_ids)
         if self._waiting and GROWTH * len(self._waiting) >= len(self._sorted):

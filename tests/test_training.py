@@ -117,7 +117,8 @@ def test_every_stage_in_turn_makes_prophets_that_change_no_output(tmp_path, monk
         "drafter.members.distilled.model.weights=made/distilled.safetensors",
         *(f"drafter.members.{name}.weights=made/{files[name]}.safetensors" for name in ("heads", "block")),
     ]
-    common = ["model@target=tiny", "drafter=untrained", "tracker=none", "prompts.limit=2", "sampling.max_new_tokens=12"]
+    common = ["model@target=tiny", "drafter=untrained", "budget=fixed", "tracker=none", "prompts.limit=2"]
+    common += ["sampling.max_new_tokens=12"]
     for i, words in enumerate([[], ["sampling.temperature=1", "layout=rows"]]):
         summary = run(compose([*common, *members, *words]), tmp_path / f"run{i}")
         assert (summary["num_identical"], summary["num_failed"]) == (2, 0)

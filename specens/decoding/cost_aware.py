@@ -27,7 +27,7 @@ TRUST, TRUST_ALL = 8.0, 0.5
 """A claim counts for as many observations of claims as high; that a member's claims are right, for so many that came true."""
 
 MEMORY = 0.98
-"""What an observation counts after one more step: texts change."""
+"""What an observation of a member counts after one more step in which it was asked: texts change."""
 
 NO_CLAIM = (0.5, 0.8)
 """Of a member that claims nothing: the probability at depth 1, and the factor from one depth to the next."""
@@ -246,7 +246,7 @@ class CostAware:
         assert self._step is not None, "plan comes first"
         step, self._step = self._step, None
         spent = self._spent_ms(step, draft, tree)
-        self._learn_claims(draft, commit)
+        self._learn_claims(step.depths, draft, commit)
         self._learn_worth(step, draft, commit, spent)
         self._emitted = self._emitted * MEMORY + len(commit.token_ids)
         self._spent = self._spent * MEMORY + spent
@@ -265,10 +265,11 @@ class CostAware:
                 spent += self.costs.draft(member.name, max(depth, 1))
         return spent
 
-    def _learn_claims(self, draft: Draft, commit: Commit) -> None:
+    def _learn_claims(self, planned_depths: Sequence[int], draft: Draft, commit: Commit) -> None:
         """Compare every proposal with what was emitted, as far as that is known."""
-        for calibration in self._claims:
-            calibration.fade()
+        for calibration, planned in zip(self._claims, planned_depths, strict=True):
+            if planned:
+                calibration.fade()
         emitted, depths = commit.token_ids, depths_of(draft.parents)
         on_path: list[bool | None] = []  # None: goes on where the emitted tokens end
         for node, (token, parent, depth) in enumerate(zip(draft.token_ids, draft.parents, depths, strict=True)):

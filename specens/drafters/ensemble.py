@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specens.decoding.drafter import Drafter, condition, describe, hidden_layers
+from specens.decoding.drafter import Conditioned, Drafter, describe
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
@@ -34,7 +34,7 @@ class Ensemble:
                     f"drafter.members.{name}: a member needs a name without '/' and a drafter, got {reprlib.repr(member)}"
                 )
         self._members: tuple[Member, ...] | None = None
-        self._layers: tuple[int, ...] = ()
+        self._conditioned: tuple[Conditioned, ...] = ()
         if len(self.members) > MAX_MEMBERS:
             raise UserError(f"an ensemble has at most {MAX_MEMBERS} members, got {len(self.members)}")
 
@@ -53,10 +53,9 @@ class Ensemble:
         self._members = None
         for drafter in self._drafters.values():
             drafter.bind(target)
-        # Both are asked for several times a step, and change only when a member meets its target.
+        # Asked for several times a step, and only a bind changes them.
         self._members = self.members
-        layers = {layer for drafter in self._drafters.values() for layer in hidden_layers(drafter)}
-        self._layers = tuple(sorted(layers))
+        self._conditioned = tuple(drafter for drafter in self._drafters.values() if isinstance(drafter, Conditioned))
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
@@ -64,11 +63,11 @@ class Ensemble:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        return self._layers
+        return tuple(sorted({layer for drafter in self._conditioned for layer in drafter.hidden_layers}))
 
     def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        for drafter in self._drafters.values():
-            condition(drafter, hidden)
+        for drafter in self._conditioned:
+            drafter.condition(hidden)
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         token_ids: list[int] = []

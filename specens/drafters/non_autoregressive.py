@@ -46,7 +46,7 @@ class NonAutoregressive:
         self._weights = weights
         self.members = (Member(name, num_draft_tokens, num_draft_nodes),)
         self._network: Network | None = None
-        self._pending: list[torch.Tensor] = []
+        self._pending: list[Mapping[int, torch.Tensor]] = []
         self._context = Context()
 
     @property
@@ -96,8 +96,7 @@ class NonAutoregressive:
         self._pending, self._context, self._is_new = [], Context(), True
 
     def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        states = [hidden[layer].to(self._head.weight) for layer in self.hidden_layers]
-        self._pending.append(torch.stack(states, dim=1))
+        self._pending.append(hidden)
         if self._is_new:  # the prompt's share is work that grows with the prompt: it belongs to the prefill
             self._take_in()
             self._is_new = False
@@ -106,7 +105,9 @@ class NonAutoregressive:
     def _take_in(self) -> None:
         assert self._network is not None, "bind comes first"
         if self._pending:
-            self._context, self._pending = self._network.extend(self._context, torch.cat(self._pending)), []
+            layers = [[hidden[layer] for hidden in self._pending] for layer in self.hidden_layers]
+            states = torch.stack([torch.cat(parts).to(self._head.weight) for parts in layers], dim=1)
+            self._context, self._pending = self._network.extend(self._context, states), []
 
     @torch.inference_mode()
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:

@@ -96,7 +96,7 @@ def run_drafter(folder: Path, drafter, path: Path, **options) -> dict:
 def build_part(part: str):
     from specens.config import build
 
-    return build(compose([])[part])
+    return build(compose(["budget=fixed"])[part])
 
 
 # What a run writes

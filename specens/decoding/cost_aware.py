@@ -165,14 +165,19 @@ class CostAware:
 
     def _asked(self, depths: Sequence[int], rate: float) -> tuple[list[bool], str]:
         """Who drafts, and what the step is about."""
-        if self.options.guard and self._balance < -(ALLOWANCE * self.costs.plain() + LOSS_SHARE * self._elapsed):
+        room = self._balance + ALLOWANCE * self.costs.plain() + LOSS_SHARE * self._elapsed  # ms that may yet be lost
+        if self.options.guard and room < 0:
             return [False] * len(depths), "plain"
         mode, asked = "draft", []
         for member, worth, depth in zip(self.members, self._worth, depths, strict=True):
-            pays = self._pays(member, worth, rate)
-            if not pays and depth and self._may_probe(member, worth):
-                pays, mode = True, "probe"
-            asked.append(pays and depth > 0)
+            cost = self.costs.draft(member.name, worth.depth)
+            pays = depth > 0 and self._pays(member, worth, rate)
+            if pays and not worth.is_tried and self.options.guard:  # nobody knows it yet: not all of them at once
+                pays = cost <= room
+                room -= cost if pays else 0.0
+            if not pays and depth and worth.is_tried and cost <= worth.probe_share * worth.silent_ms:
+                pays, mode = True, "probe" if cost else mode
+            asked.append(pays)
         return asked, mode if any(asked) else "plain"
 
     def _pays(self, member: Member, worth: Worth, rate: float) -> bool:
@@ -182,10 +187,6 @@ class CostAware:
         # All that could be hoped for, in a step that it pays for alone.
         whole = self.costs.plain() + cost + self.costs.verify(round(worth.depth)) - self.costs.verify(0)
         return (1 + worth.gain) / whole > rate
-
-    def _may_probe(self, member: Member, worth: Worth) -> bool:
-        cost = self.costs.draft(member.name, worth.depth)
-        return worth.is_tried and cost <= worth.probe_share * worth.silent_ms
 
     def _least_claim(self, member: Member, rate: float) -> float:
         """The least probable path below which one more depth of a draft is worth its time."""
@@ -205,25 +206,26 @@ class CostAware:
         return tree if self._step.is_blind or len(best) == len(tree) else tree.only(best)
 
     def _chances(self, tree: TokenTree, without: int | None) -> list[float]:
-        """The probability that each node is on the path that will be emitted: its owners' corrected claims together, and no more
-        than there is room for beside its siblings below its parent.
+        """The probability that each node is on the path that will be emitted: its owners' corrected claims together; siblings
+        share what their parent has if they claim more, whoever comes first.
         """
-        chances: list[float] = []
-        left: dict[int, float] = {ROOT: 1.0}  # of a parent's probability, what its earlier children left
-        for node, (parent, depth, claims) in enumerate(zip(tree.parents, tree.depths, tree.claims, strict=True)):
+        claimed: list[float] = []
+        sums: dict[int, float] = {}
+        for parent, depth, claims in zip(tree.parents, tree.depths, tree.claims, strict=True):
             best, doubt = 0.0, 1.0
             for owner, claim in claims:
-                if owner == without:
-                    continue
-                chance = self._claims[owner].chance(default_claim(depth) if claim is None else claim)
-                best = max(best, chance)
-                doubt *= 1 - AGREEMENT * chance
+                if owner != without:
+                    chance = self._claims[owner].chance(default_claim(depth) if claim is None else claim)
+                    best = max(best, chance)
+                    doubt *= 1 - AGREEMENT * chance
             if best:
                 best = 1 - (1 - best) * doubt / (1 - AGREEMENT * best)
-            best = min(best, left[parent])
-            left[parent] -= best
-            left[node] = best
-            chances.append(best)
+            claimed.append(best)
+            sums[parent] = sums.get(parent, 0.0) + best
+        chances: list[float] = []
+        for parent, claim in zip(tree.parents, claimed, strict=True):
+            room = 1.0 if parent == ROOT else chances[parent]
+            chances.append(claim * room / sums[parent] if sums[parent] > room else claim)
         return chances
 
     def _best(self, tree: TokenTree, chances: Sequence[float], rate: float) -> tuple[list[int], float]:
@@ -281,8 +283,8 @@ class CostAware:
                 self._claims[draft.owner(node)].learn(default_claim(depth) if claim is None else claim, hit)
 
     def _learn_worth(self, step: _Step, draft: Draft, commit: Commit, spent: float) -> None:
-        """A member's worth in this step: the best tree with its proposals against the best one without. It is believed before it is
-        known, and trust comes back while a member is silent; so one that is wrong again has not paid, whatever it seemed worth.
+        """A member's worth in this step: the best tree with its proposals against the best one without. It is believed before
+        it is known; so a member that was wrong again has not paid, whatever it seemed worth.
         """
         is_right = {
             draft.owner(node)

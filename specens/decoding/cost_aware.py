@@ -280,8 +280,8 @@ class CostAware:
                 self._claims[draft.owner(node)].learn(default_claim(depth) if claim is None else claim, hit)
 
     def _learn_worth(self, step: _Step, draft: Draft, commit: Commit, spent: float) -> None:
-        """A member's worth in this step: the best tree with its proposals against the best one without. It is believed before it is
-        known, and trust comes back while a member is silent; so one that is wrong again has not paid, whatever it seemed worth.
+        """A member's worth in this step: the best tree with its proposals against the best one without. Trust comes back while a
+        member is silent, so one that is asked again and is wrong has not paid, whatever it seemed worth.
         """
         is_right = {
             draft.owner(node)

@@ -45,9 +45,20 @@ def grouped_attention(
     if num_groups == 1 or not is_plain or not (sees_all or is_shared):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)  # pyright: ignore[reportReturnType]
     grouped = query.reshape(rows, key.shape[1], num_groups * width, query.shape[-1])
-    mask = None if attention_mask is None else attention_mask.repeat(1, 1, num_groups, 1)
+    mask = None if attention_mask is None else _repeated(attention_mask, num_groups)
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(rows, num_heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _repeated(mask: torch.Tensor, times: int) -> torch.Tensor:
+    """The mask's rows so many times over. All layers of a forward are given one mask, which remembers the result."""
+    if torch.compiler.is_compiling():
+        return mask.repeat(1, 1, times, 1)
+    known = getattr(mask, "_specens_repeated", None)
+    if known is None or known[0] != times:
+        known = (times, mask.repeat(1, 1, times, 1))
+        mask._specens_repeated = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known[1]
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -50,9 +50,9 @@ class GrowingLayer(DynamicLayer):
         end = begin + key_states.shape[-2]
         if end > capacity:
             self._move(self.keys, self.values, max(2 * capacity, end + SPARE_POSITIONS))
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer.narrow(-2, begin, end - begin).copy_(states)
         self.show(end)
-        self.keys[..., begin:, :] = key_states
-        self.values[..., begin:, :] = value_states
         return self.keys, self.values
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class GrowingLayer(DynamicLayer):
 
     def show(self, end: int) -> None:
         """The filled part ends here."""
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+        self.keys, self.values = (buffer.narrow(-2, 0, end) for buffer in self.buffers)
 
 
 class GrowingCache(DynamicCache):

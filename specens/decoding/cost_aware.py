@@ -23,7 +23,7 @@ from specens.errors import UserError, check_count
 CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Claims between two of these are corrected together."""
 
-TRUST, TRUST_ALL = 8.0, 0.5
+TRUST, TRUST_ALL = 20.0, 0.5
 """A claim counts for as many observations of claims as high; that a member's claims are right, for so many that came true."""
 
 MEMORY = 0.98

@@ -639,14 +639,14 @@ def test_claims_that_never_come_true_lose_their_chance_and_those_that_do_gain_it
     before = (liar.chance(0.9), modest.chance(0.1))
     for _ in range(40):
         liar.learn(0.9, False)
-        liar.fade()
+        liar.steps += 1
         modest.learn(0.1, True)
-        modest.fade()
+        modest.steps += 1
     assert liar.chance(0.9) < 0.02 < before[0] and modest.chance(0.1) > 0.8 > before[1]
     assert liar.chance(0.6) < 0.1, "also claims that it has not made yet"
     for _ in range(80):
         liar.learn(0.9, True)
-        liar.fade()
+        liar.steps += 1
     assert liar.chance(0.9) > 0.8, "and what was is forgotten"
 
 
@@ -655,7 +655,7 @@ def test_a_chance_is_always_one(observed, claim):
     calibration = Calibration()
     for said, is_hit in observed:
         calibration.learn(said, is_hit)
-        calibration.fade()
+        calibration.steps += 1
     assert 0 <= calibration.chance(claim) <= 1
 
 
@@ -812,8 +812,8 @@ def test_drafting_resumes_when_it_begins_to_pay_again():
 
 
 def test_the_guard_pauses_and_without_it_nothing_does():
-    """Three members whose first drafts cost more than the allowance: with the guard nobody is asked again before there is time
-    for it.
+    """Three members whose first drafts cost more than the allowance: with the guard only two are tried at once, and nobody is
+    asked again before there is time for it.
     """
     text, costs, members = text_of(400), table_of(node=0.1, a=0.3, b=0.3, c=0.3), [member(name, 4) for name in "abc"]
     for says in ([wrong(text)] * 3, [right(text, 0.95, lambda done, at=at: done % 9 == at) for at in range(3)]):
@@ -821,9 +821,9 @@ def test_the_guard_pauses_and_without_it_nothing_does():
             drive(CostAwareBudget(guard=guard).begin(members, costs), members, says, text, costs)
             for guard in (True, False)
         )
-        assert all(all(step.asked) for step in (guarded[0], unguarded[0]))
-        assert 2 * sum(any(step.asked) for step in guarded) <= sum(any(step.asked) for step in unguarded)
-        assert 2 * max(loss(guarded)) <= max(loss(unguarded))
+        assert list(guarded[0].asked) == [True, True, False] and all(unguarded[0].asked)
+        assert sum(any(step.asked) for step in guarded) < sum(any(step.asked) for step in unguarded)
+        assert 1.5 * max(loss(guarded)) <= max(loss(unguarded))
 
 
 # budget=cost_aware: what is remembered

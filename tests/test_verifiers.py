@@ -289,6 +289,7 @@ def test_processors_and_stop_rules_hold_at_every_node_under_residual(model, toke
         },
         verifier=Residual(),
         layout=layout,
+        budget="fixed",
     )
     prompt = torch.tensor([tokenizer.encode("abcabc")])
     accepted = 0

@@ -27,7 +27,7 @@ TRUST, TRUST_ALL = 20.0, 0.5
 """A claim counts for as many observations of claims as high; that a member's claims are right, for so many that came true."""
 
 MEMORY = 0.98
-"""What an observation of a member counts after one more step in which it was asked: texts change."""
+"""What an observation counts after one more step: texts change."""
 
 NO_CLAIM = (0.5, 0.8)
 """Of a member that claims nothing: the probability at depth 1, and the factor from one depth to the next."""
@@ -59,24 +59,30 @@ class Calibration:
     tries: list[float] = field(default_factory=lambda: [0.0] * (len(CLAIM_EDGES) + 1))
     claimed: float = 0.0
     came_true: float = 0.0
+    steps: int = 0
+    """Since the counts last faded: a member that is silent costs no time."""
 
     def chance(self, claim: float) -> float:
+        self._fade()
         place = bisect_right(CLAIM_EDGES, claim)
         expected = claim * (self.came_true + TRUST_ALL) / (self.claimed + TRUST_ALL)
         return (self.hits[place] + TRUST * min(expected, 1.0)) / (self.tries[place] + TRUST)
 
     def learn(self, claim: float, is_hit: bool) -> None:
+        self._fade()
         place = bisect_right(CLAIM_EDGES, claim)
         self.hits[place] += is_hit
         self.tries[place] += 1
         self.came_true += is_hit
         self.claimed += claim
 
-    def fade(self) -> None:
-        self.hits = [MEMORY * count for count in self.hits]
-        self.tries = [MEMORY * count for count in self.tries]
-        self.came_true *= MEMORY
-        self.claimed *= MEMORY
+    def _fade(self) -> None:
+        if self.steps:
+            left, self.steps = MEMORY**self.steps, 0
+            self.hits = [left * count for count in self.hits]
+            self.tries = [left * count for count in self.tries]
+            self.came_true *= left
+            self.claimed *= left
 
 
 @dataclass
@@ -248,7 +254,7 @@ class CostAware:
         assert self._step is not None, "plan comes first"
         step, self._step = self._step, None
         spent = self._spent_ms(step, draft, tree)
-        self._learn_claims(step.depths, draft, commit)
+        self._learn_claims(draft, commit)
         self._learn_worth(step, draft, commit, spent)
         self._emitted = self._emitted * MEMORY + len(commit.token_ids)
         self._spent = self._spent * MEMORY + spent
@@ -267,11 +273,10 @@ class CostAware:
                 spent += self.costs.draft(member.name, max(depth, 1))
         return spent
 
-    def _learn_claims(self, planned_depths: Sequence[int], draft: Draft, commit: Commit) -> None:
+    def _learn_claims(self, draft: Draft, commit: Commit) -> None:
         """Compare every proposal with what was emitted, as far as that is known."""
-        for calibration, planned in zip(self._claims, planned_depths, strict=True):
-            if planned:
-                calibration.fade()
+        for calibration in self._claims:
+            calibration.steps += 1
         emitted, depths = commit.token_ids, depths_of(draft.parents)
         on_path: list[bool | None] = []  # None: goes on where the emitted tokens end
         for node, (token, parent, depth) in enumerate(zip(draft.token_ids, draft.parents, depths, strict=True)):

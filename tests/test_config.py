@@ -429,3 +429,10 @@ def test_run_folders_differ_between_two_compositions_in_one_second():
         assert "override_dirname" not in node["dir"]  # pyright: ignore
         assert config.hydra.job.chdir is False
     assert len(folders) == 2
+
+
+def test_every_model_has_the_words_of_a_model():
+    """What the README names can be overridden, whatever the target."""
+    for path in sorted((Path(CONF_DIR) / "model").glob("*.yaml")):
+        config = compose([f"model@target={path.stem}", "target.packed=false"])
+        assert config.target.packed is False

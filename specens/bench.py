@@ -122,7 +122,7 @@ def _parts(drafters: Mapping[str, Any], config: DictConfig, wrong: bool = False)
 
     layout: Any = str(config.layout)
     budget = build(config.budget)
-    if getattr(budget, "reset", "prompt") != "prompt":
+    if budget.reset != "prompt":
         raise UserError(
             "budget.reset=run would remember a prompt when it comes again: the bench repeats; use reset=prompt"
         )

@@ -33,7 +33,7 @@ from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
 from specens.records import PromptRecord, RunWriter
 from specens.screen import Screen
-from specens.speculator import Completion, Speculator, check_laws, is_given
+from specens.speculator import Completion, Speculator, check_laws
 from specens.text import first_difference, token_pieces
 from specens.trackers import Tracker
 
@@ -73,13 +73,13 @@ class Job:
         self.target.check()
 
 
-def check_exact_width(exact_width: object, layout: Layout, budget: Budget) -> None:
+def check_exact_width(exact_width: Any, layout: Layout, budget: Budget) -> None:
     """Refuse a width that steps could leave: rows have a width of their own, and a tree may have as many nodes as the budget."""
     check_count("exact_width", exact_width)
     if layout != "tree":
         raise UserError(f"exact_width={exact_width}: layout={layout} has no one width; use layout=tree")
-    most = getattr(budget, "max_nodes", None)
-    if most is None or most > exact_width:
+    most = budget.max_nodes
+    if most > exact_width:
         raise UserError(f"exact_width={exact_width}: a tree may have {most} nodes; give budget.max_nodes={exact_width}")
 
 
@@ -155,7 +155,7 @@ class Session:
         if not wanted:
             return
         self._screen.say("compiling the target")
-        nodes = job.exact_width or getattr(job.budget, "max_nodes", 64)
+        nodes = job.exact_width or job.budget.max_nodes
         options = replace(CompileOptions.of(device), room=self.config.max_new_tokens or CompileOptions.room)
         try:
             if job.layout != "tree":
@@ -187,9 +187,9 @@ class Session:
         """What a cost table depends on."""
         known = self.environment()
         names = ("packages", "device", "compiled", "num_threads", "target", "drafters", "platform")
-        most = getattr(self.job.budget, "max_nodes", None)
         members = [str(member) for member in self.job.drafter.members]
-        return {**{name: known[name] for name in names}, "layout": self.job.layout, "width": most, "members": members}
+        steps = {"layout": self.job.layout, "width": self.job.budget.max_nodes, "members": members}
+        return {**{name: known[name] for name in names}, **steps}
 
     def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
         """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
@@ -209,7 +209,7 @@ class Session:
                     errors.append(record.error)
                     break
                 answers.append(record.text)
-        if self.drafted.costs is not None and not is_given(self.job.budget):
+        if self.drafted.costs is not None and self.job.budget.costs is None:
             keep(self._subject, self.drafted.costs)
         if errors and len(errors) == len(questions):
             raise UserError(f"no prompt succeeded; the first one failed with: {errors[0]}")

@@ -58,7 +58,8 @@ class Speculator:
         decoder.drafter.bind(decoder.target)
         self.decoder = decoder
         self.seed = seed
-        self.costs = given_costs(decoder.budget)
+        given = decoder.budget.costs
+        self.costs = read_costs(str(given)) if given is not None else None
         self.costs_in_force: CostTable | None = None
         self._policy: Policy | None = None
         self._done: list[Completion] = []
@@ -90,11 +91,8 @@ class Speculator:
             steps.append(step)
             if on_step is not None:
                 on_step(step)
-        if (
-            self.costs is not None
-            and getattr(self.decoder.budget, "refresh", False)
-            and not is_given(self.decoder.budget)
-        ):
+        budget = self.decoder.budget
+        if self.costs is not None and budget.refresh and budget.costs is None:
             self.costs = refreshed(self.costs, steps)
         output_ids = tuple(token for step in steps for token in step.token_ids)
         decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
@@ -104,7 +102,7 @@ class Speculator:
         """The cost table in force; measured now if the budget wants one and there is none."""
         if self.costs is None and self.decoder.budget.needs_costs:
             self.target.check_prompt(prompt_ids, len(prompt_ids))
-            self.costs = calibrate(self.decoder, tuple(prompt_ids), getattr(self.decoder.budget, "max_nodes", 64))
+            self.costs = calibrate(self.decoder, tuple(prompt_ids), self.decoder.budget.max_nodes)
         return self.costs or CostTable()
 
     def generate(
@@ -167,15 +165,6 @@ class Speculator:
             for number, done in enumerate(self._done)
         ]
         return drafter_table(summarise(*frames_of(rows)))
-
-
-def is_given(budget: Budget) -> bool:
-    """Whether the user gave the cost table, which then stays as it is."""
-    return getattr(budget, "costs", None) is not None
-
-
-def given_costs(budget: Budget) -> CostTable | None:
-    return read_costs(str(getattr(budget, "costs"))) if is_given(budget) else None  # noqa: B009
 
 
 def check_laws(verifier: Verifier, drafter: Drafter) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -188,3 +191,17 @@ def decode(
     cache, _ = decoder.prefill(prompt)
     steps = list(decoder.decode(prompt, cache, sampler, stop))
     return [token for step in steps for token in step.token_ids], steps
+
+
+def door(main: Callable[[], object], monkeypatch, folder: Path, *given: str) -> int:
+    """The exit code of a door's `main` for these words, run in this process and in `folder`."""
+    monkeypatch.chdir(folder)
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    monkeypatch.setattr(sys, "argv", [main.__module__, *given, *quiet])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        logging.captureWarnings(False)
+    return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import logging
 import math
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import Fake, plain_greedy
+from helpers import Fake, door, plain_greedy
 from omegaconf import OmegaConf
 
 from specens.audit import audit, main
@@ -93,20 +92,6 @@ def audited(home: Path, folder: Path, *more: str):
     return audit(compose(words(home, "audit.sampled_tokens=0", *more), "audit"), folder)
 
 
-def door(monkeypatch, tmp_path: Path, *given: str) -> int:
-    """The exit code of `python -m specens.audit`, run in this process."""
-    monkeypatch.chdir(tmp_path)
-    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-    monkeypatch.setattr(sys, "argv", ["audit", *given, *quiet])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        logging.captureWarnings(False)
-    return 0
-
-
 # What is lossless passes
 
 
@@ -155,7 +140,7 @@ def test_a_sampled_run_with_too_few_tokens_is_given_more_texts(home, tmp_path):
 
 def test_the_door_exits_with_0_and_writes_what_it_prints(home, tmp_path, monkeypatch, capsys):
     given = words(home, "audit.sampled_tokens=40", "hydra.run.dir=here")
-    assert door(monkeypatch, tmp_path, *given) == 0
+    assert door(main, monkeypatch, tmp_path, *given) == 0
     page = (tmp_path / "here" / "audit.txt").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert all(line.strip() in printed for line in page.splitlines())
@@ -172,7 +157,7 @@ def test_the_door_exits_with_0_and_writes_what_it_prints(home, tmp_path, monkeyp
     assert content["sampled"]["statistics"][0]["name"] == SURPRISE
     # The folder is a run's, and can be audited again by its name alone: with the same findings.
     (tmp_path / "here" / "audit.json").unlink()
-    assert door(monkeypatch, tmp_path, "run=here", "audit.sampled_tokens=40") == 0
+    assert door(main, monkeypatch, tmp_path, "run=here", "audit.sampled_tokens=40") == 0
     again = json.loads((tmp_path / "here" / "audit.json").read_text(encoding="utf-8"))
     assert again["run"] == content["run"] and again["sampled"] == content["sampled"]
     assert (tmp_path / "here" / "audit" / ".hydra").is_dir() and not (tmp_path / "outputs").exists()
@@ -343,7 +328,9 @@ def test_a_verifier_that_changes_the_law_is_caught_from_the_command_line(
         member = f"drafter.members.{name}"
         team += [f"+drafter@{member}=lm", f"model@{member}.model=local", f"{member}.model.source={near_folder}"]
         team += [f"{member}.num_draft_tokens=1"]
-    assert door(monkeypatch, tmp_path, *given, *team, "sampling.max_new_tokens=60", "audit.sampled_tokens=400") == 2
+    assert (
+        door(main, monkeypatch, tmp_path, *given, *team, "sampling.max_new_tokens=60", "audit.sampled_tokens=400") == 2
+    )
     content = json.loads((tmp_path / "here" / "audit.json").read_text(encoding="utf-8"))
     assert (content["is_lossless"], content["run"]["law"]) == (False, "NOT LOSSLESS")
     assert content["subject"]["lossy"] and "LOSSY" in content["verdict"]

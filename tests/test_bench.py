@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import logging
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import door
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
@@ -272,25 +271,11 @@ def test_bad_words_are_refused_in_one_line_before_a_model_loads(home, tmp_path, 
     assert "\n" not in str(refusal.value)
 
 
-def door(monkeypatch, tmp_path: Path, *given: str) -> int:
-    """The exit code of `python -m specens.bench`, run in this process."""
-    monkeypatch.chdir(tmp_path)
-    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-    monkeypatch.setattr(sys, "argv", ["bench", *given, *quiet])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        logging.captureWarnings(False)
-    return 0
-
-
 def test_as_a_command_with_one_repeat_and_two_systems(home, tmp_path, monkeypatch, capsys):
     given = words(
         home, "prompts.limit=1", "bench.repeats=1", "bench.systems=[priority]", f"hydra.run.dir={tmp_path}/out"
     )
-    assert door(monkeypatch, tmp_path, *given) == 0
+    assert door(main, monkeypatch, tmp_path, *given) == 0
     shown, rows = capsys.readouterr().out, read(tmp_path / "out")
     assert sorted(row["system"] for row in rows) == ["plain", "priority"]  # plain is always measured
     assert "[1/1] p0  plain" in shown and "| priority |" in shown and "identical 2/2" in shown
@@ -300,11 +285,11 @@ def test_as_a_command_with_one_repeat_and_two_systems(home, tmp_path, monkeypatc
 
 
 def test_the_door_exits_with_1_for_failed_decodings_and_unknown_systems(home, tmp_path, monkeypatch, capsys):
-    assert door(monkeypatch, tmp_path, *words(home, "bench.systems=[nobody]", f"hydra.run.dir={tmp_path}/a")) == 1
+    assert door(main, monkeypatch, tmp_path, *words(home, "bench.systems=[nobody]", f"hydra.run.dir={tmp_path}/a")) == 1
     assert "no system is called nobody" in capsys.readouterr().err
     path = questions(home, [{"id": "good", "text": "abab"}, {"id": "long", "text": "x" * 600}])
     given = [*words(home), f"prompts.path={path}", "bench.systems=[plain,ngram]", f"hydra.run.dir={tmp_path}/b"]
-    assert door(monkeypatch, tmp_path, *given) == 1
+    assert door(main, monkeypatch, tmp_path, *given) == 1
     assert "2 of 8 decodings failed, the others are in" in capsys.readouterr().err
     errors = {(row["prompt_id"], row["system"]) for row in read(tmp_path / "b") if row["error"]}
     assert errors == {("long", "plain"), ("long", "ngram")}

@@ -11,9 +11,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from specens.decoding.budget import RESETS, PlanContext, Policy, depth_drafted, draft_limit
-from specens.decoding.costs import CostTable, check_costs
+from specens.decoding.budget import PlanContext, Policy, check_learning, depth_drafted, draft_limit
+from specens.decoding.costs import CostTable
 from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree
 from specens.errors import UserError, check_count, check_number
 
@@ -26,6 +27,8 @@ class BanditBudget:
     which come from `seed`; `window` steps are remembered. `reset`, `costs` and `refresh` as in budget=cost_aware.
     """
 
+    needs_costs: ClassVar[bool] = True
+
     max_nodes: int = 64
     strategy: str = "ucb1"
     exploration: float = 1.0
@@ -36,21 +39,12 @@ class BanditBudget:
     refresh: bool = True
 
     def __post_init__(self) -> None:
-        check_count("budget.max_nodes", self.max_nodes, 0)
+        check_learning(self)
         check_count("budget.window", self.window)
         check_count("budget.seed", self.seed, 0)
         if self.strategy not in STRATEGIES:
             raise UserError(f"budget.strategy={self.strategy}: choose one of {', '.join(STRATEGIES)}")
-        if self.reset not in RESETS:
-            raise UserError(f"budget.reset={self.reset}: choose one of {', '.join(RESETS)}")
         check_number("budget.exploration", self.exploration)
-        if not isinstance(self.refresh, bool):
-            raise UserError(f"budget.refresh={self.refresh!r}: give true or false")
-        check_costs(self.costs)
-
-    @property
-    def needs_costs(self) -> bool:
-        return True
 
     def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:
         if self.reset == "run" and isinstance(earlier, Bandit):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from specens.decoding.costs import CostTable
+from specens.decoding.costs import CostTable, read_costs
 from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree, depths_of
-from specens.errors import check_count
+from specens.errors import UserError, check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,40 @@ class Policy(Protocol):
 
 
 class Budget(Protocol):
-    """The options of a policy, and its beginning."""
+    """The options of a policy, and its beginning.
+
+    `max_nodes` is the widest tree, `needs_costs` says whether the policy wants to know what a step costs here: from the file
+    `costs`, or else measured, and with `refresh` moved to what finished prompts took. `reset` says when it forgets.
+    """
+
+    needs_costs: ClassVar[bool]
 
     @property
-    def needs_costs(self) -> bool:
-        """Whether its policy wants to know what a step costs here."""
-        ...
+    def max_nodes(self) -> int: ...
+
+    @property
+    def reset(self) -> str: ...
+
+    @property
+    def costs(self) -> str | None: ...
+
+    @property
+    def refresh(self) -> bool: ...
 
     def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:
         """The policy of a new prompt; `earlier` is that of the prompt before, for budgets that remember."""
         ...
+
+
+def check_learning(budget: Budget) -> None:
+    """Refuse the options that all budgets that learn have in common."""
+    check_count("budget.max_nodes", budget.max_nodes, 0)
+    if budget.reset not in RESETS:
+        raise UserError(f"budget.reset={budget.reset}: choose one of {', '.join(RESETS)}")
+    if not isinstance(budget.refresh, bool):
+        raise UserError(f"budget.refresh={budget.refresh!r}: give true or false")
+    if budget.costs is not None:
+        read_costs(str(budget.costs))
 
 
 def draft_limit(member: Member, context: PlanContext) -> int:
@@ -75,6 +99,8 @@ class FixedBudget:
     serving engines do when several drafters are configured. The members after it are not asked and count as silent.
     """
 
+    needs_costs: ClassVar[bool] = False
+
     max_nodes: int = 64
     first_only: bool = False
 
@@ -82,7 +108,15 @@ class FixedBudget:
         check_count("budget.max_nodes", self.max_nodes, 0)
 
     @property
-    def needs_costs(self) -> bool:
+    def reset(self) -> str:
+        return "prompt"
+
+    @property
+    def costs(self) -> None:
+        return None
+
+    @property
+    def refresh(self) -> bool:
         return False
 
     def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:

@@ -14,11 +14,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from specens.decoding.budget import RESETS, PlanContext, Policy, depth_drafted, draft_limit
-from specens.decoding.costs import CostTable, check_costs
+from specens.decoding.budget import PlanContext, Policy, check_learning, depth_drafted, draft_limit
+from specens.decoding.costs import CostTable
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan, TokenTree, depths_of
-from specens.errors import UserError, check_count
+from specens.errors import UserError
 
 CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Claims between two of these are corrected together."""
@@ -105,6 +106,8 @@ class CostAwareBudget:
     start. `refresh`: move a measured table to what each finished prompt took.
     """
 
+    needs_costs: ClassVar[bool] = True
+
     max_nodes: int = 64
     guard: bool = True
     reset: str = "prompt"
@@ -112,17 +115,9 @@ class CostAwareBudget:
     refresh: bool = True
 
     def __post_init__(self) -> None:
-        check_count("budget.max_nodes", self.max_nodes, 0)
-        if self.reset not in RESETS:
-            raise UserError(f"budget.reset={self.reset}: choose one of {', '.join(RESETS)}")
-        for name in ("guard", "refresh"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"budget.{name}={getattr(self, name)!r}: give true or false")
-        check_costs(self.costs)
-
-    @property
-    def needs_costs(self) -> bool:
-        return True
+        check_learning(self)
+        if not isinstance(self.guard, bool):
+            raise UserError(f"budget.guard={self.guard!r}: give true or false")
 
     def begin(self, members: Sequence[Member], costs: CostTable, earlier: Policy | None = None) -> Policy:
         if self.reset == "run" and isinstance(earlier, CostAware):

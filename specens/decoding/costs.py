@@ -124,11 +124,6 @@ def read_costs(path: str) -> CostTable:
         raise UserError(f"costs {path}: {one_line(error)}; give a JSON file with a cost table") from error
 
 
-def check_costs(path: str | None) -> None:
-    if path is not None:
-        read_costs(str(path))
-
-
 def interpolate(points: Sequence[tuple[int, float]], count: float) -> float:
     place = bisect_left([at for at, _ in points], count)
     if place < len(points) and points[place][0] == count:

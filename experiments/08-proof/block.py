@@ -89,7 +89,7 @@ def main() -> None:
         "verifier=residual",
         "sampling.temperature=1",
     ]
-    config = compose([*words, *sys.argv[2:]])
+    config = compose(["budget=fixed", *words, *sys.argv[2:]])
     rng, sums, drafts = np.random.default_rng(0), defaultdict(list), []
     merge = loop.merge
 

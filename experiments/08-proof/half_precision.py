@@ -26,7 +26,8 @@ NUM_TOKENS = 96
 
 def main() -> None:
     words = ["prompts=spec_bench", "prompts.per_category=1", f"sampling.max_new_tokens={NUM_TOKENS}"]
-    config = compose([f"target.dtype={sys.argv[1]}", *words, *sys.argv[2:]])
+    # Packed float16 weights would be computed with in float32.
+    config = compose([f"target.dtype={sys.argv[1]}", "target.packed=false", *words, *sys.argv[2:]])
     loaded = build(config.target).load()
     prompts = [next_prompt(question, [], loaded.tokenizer, None) for question in build(config.prompts).questions()]
     for name, width in (("non_autoregressive", 16), ("distilled", 4)):

@@ -85,7 +85,7 @@ guess=("stage.num_positions=$POSITIONS" "stage.anchors_per_row=$ANCHORS")
 learn block 0.12 non_autoregressive stage.architecture=block "stage.layers=$BLOCK_LAYERS" "${guess[@]}"
 learn heads 0.06 non_autoregressive stage.architecture=heads "${guess[@]}"
 
-team=("${target[@]}" drafter=ensemble tracker=none "sampling.max_new_tokens=$NEW_TOKENS" '~drafter@drafter.members.quantized'
+team=("${target[@]}" drafter=ensemble budget=fixed tracker=none "sampling.max_new_tokens=$NEW_TOKENS" '~drafter@drafter.members.quantized'
   "drafter.members.retrieval.datastore=$FOLDER/datastore"
   "drafter.members.distilled.model.weights=$FOLDER/distilled.safetensors"
   "drafter.members.non_autoregressive.weights=$FOLDER/non_autoregressive-block.safetensors"

@@ -226,7 +226,8 @@ class CostAware:
         chances: list[float] = []
         for parent, claim in zip(tree.parents, claimed, strict=True):
             room = 1.0 if parent == ROOT else chances[parent]
-            chances.append(claim * room / sums[parent] if sums[parent] > room else claim)
+            # Rounding must not make a child likelier than its parent: the likeliest nodes are then a tree.
+            chances.append(min(claim * room / sums[parent], room) if sums[parent] > room else claim)
         return chances
 
     def _best(self, tree: TokenTree, chances: Sequence[float], rate: float) -> tuple[list[int], float]:

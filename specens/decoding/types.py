@@ -162,10 +162,10 @@ class TokenTree:
         """
         assert not self.draws, "draws are cut blindly"
         kept = sorted(nodes)
-        new_index = {node: index for index, node in enumerate(kept)}
+        new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
         return TokenTree(
             token_ids=tuple(self.token_ids[node] for node in kept),
-            parents=tuple(new_index.get(self.parents[node], ROOT) for node in kept),
+            parents=tuple(new_index[self.parents[node]] for node in kept),  # a node without its parent is an error
             depths=tuple(self.depths[node] for node in kept),
             owners=tuple(self.owners[node] for node in kept),
             claims=tuple(self.claims[node] for node in kept) if self.claims else (),

@@ -582,7 +582,9 @@ def test_so_it_is_for_several_members_whose_claims_contradict_each_other(num_mem
     for parent in (ROOT, *range(len(tree))):
         children = [chances[node] for node in range(len(tree)) if tree.parents[node] == parent]
         room = 1.0 if parent == ROOT else chances[parent]
-        assert min(children, default=0.0) >= 0 and max(children, default=0.0) <= room, "exactly, or a tree loses a parent"
+        assert min(children, default=0.0) >= 0 and max(children, default=0.0) <= room, (
+            "exactly, or a tree loses a parent"
+        )
         assert sum(children) <= room + 1e-9
     rate = plan.rate or 0.0
     best = max(worth([chances[node] for node in nodes], costs, rate) for nodes in closed_sets(tree.parents))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from transformers import GenerationConfig
 
 from specens.analysis.html import report
 from specens.analysis.metrics import drafter_table, summarise
+from specens.decoding.bandit import BanditBudget
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.compiled import CannotCompileError, CompileOptions
+from specens.decoding.cost_aware import CostAwareBudget
 from specens.decoding.costs import CostTable
+from specens.decoding.dense import Listening
 from specens.decoding.drafter import Drafter, describe, hidden_layers
 from specens.decoding.generation import SamplingOptions, eos_ids, prepare
 from specens.decoding.loop import Decoder
@@ -31,7 +34,7 @@ from specens.errors import DrafterError, UserError, check_count
 from specens.kept_costs import keep, kept
 from specens.models import ModelSpec
 from specens.prompts import Prompt, Question, Source, next_prompt
-from specens.records import PromptRecord, RunWriter
+from specens.records import DenseDraft, PromptRecord, RunWriter
 from specens.screen import Screen
 from specens.speculator import Completion, Speculator, check_laws
 from specens.text import first_difference, token_pieces
@@ -39,6 +42,9 @@ from specens.trackers import Tracker
 
 WARM_UP_TOKENS = 4
 """Decoded with and without drafters before anything is timed."""
+
+
+TRACES = ("steps", "dense")
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,13 @@ class Job:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UserError(f"layout={self.layout}: choose one of {', '.join(LAYOUTS)}")
-        if self.trace != "steps":
-            raise UserError(f"trace={self.trace}: only trace=steps is supported")
+        if self.trace not in TRACES:
+            raise UserError(f"trace={self.trace}: choose one of {', '.join(TRACES)}")
+        if self.trace == "dense" and not self.verifier.coupled:
+            raise UserError(
+                f"trace=dense: with verifier={self.verifier.name} the text depends on who drafts, so that nothing else can be "
+                "replayed from it; use verifier=coupled"
+            )
         if not isinstance(self.baseline, bool):
             raise UserError(f"baseline={self.baseline!r}: give true or false")
         if self.compiled not in (None, True, False):
@@ -71,6 +82,14 @@ class Job:
         if self.exact_width is not None:
             check_exact_width(self.exact_width, self.layout, self.budget)
         self.target.check()
+
+
+def budget_words(budget: Budget) -> dict[str, Any]:
+    """A budget as it is named on the command line, with its options; one of somebody's own by its class."""
+    names: dict[type, str] = {CostAwareBudget: "cost_aware", BanditBudget: "bandit", FixedBudget: "fixed"}
+    name = names.get(type(budget), type(budget).__name__)
+    options = asdict(budget) if is_dataclass(budget) else {}  # pyright: ignore[reportArgumentType]
+    return {"name": "priority" if options.get("first_only") else name, "options": options}
 
 
 def check_exact_width(exact_width: Any, layout: Layout, budget: Budget) -> None:
@@ -140,12 +159,16 @@ class Session:
         self._facts = loaded.facts()
         self.config: GenerationConfig = job.sampling.generation_config(self.target)
         screen.say("loading the drafters")
-        self.drafted = Speculator(Decoder(self.target, job.drafter, job.budget, job.verifier, job.layout))
+        self._listening = Listening(job.drafter) if job.trace == "dense" else None
+        drafter = self._listening or job.drafter
+        is_dense = self._listening is not None
+        decoder = Decoder(self.target, drafter, job.budget, job.verifier, job.layout, margins=is_dense)
+        self.drafted = Speculator(decoder, wants_costs=is_dense)
         self.plain = Speculator(Decoder(self.target, NoDrafter(), FixedBudget(), Coupled()))
         self._compile()
         self._costs: list[CostTable] = []  # those that were in force, in order
         self._subject = self._cost_subject()
-        if self.drafted.costs is None and job.budget.needs_costs:
+        if self.drafted.costs is None and self.drafted.wants_costs:
             self.drafted.costs = kept(self._subject)
 
     def _compile(self) -> None:
@@ -194,15 +217,17 @@ class Session:
     def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
         """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
         self._warm_up(questions)
+        if self._listening is not None:
+            writer.begin_dense(self._dense_facts())
         num_prompts, done, errors = sum(len(question.prompt_names) for question in questions), 0, []
         for question in questions:
             answers: list[str] = []
             for name in question.prompt_names:
                 done += 1
                 label = f"[{done}/{num_prompts}] {name}"
-                record, steps = self._attempt(question, answers, label, writer)
+                record, steps, dense = self._attempt(question, answers, label, writer)
                 record = replace(record, cost_version=self._cost_version(writer))
-                writer.add(record, steps)
+                writer.add(record, steps, dense)
                 self._screen.prompt_done(label, record, steps)
                 self.job.tracker.prompt_done(summarise(*writer.frames()), done)
                 if record.error is not None:
@@ -243,7 +268,7 @@ class Session:
 
     def _attempt(
         self, question: Question, answers: Sequence[str], label: str, writer: RunWriter
-    ) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
+    ) -> tuple[PromptRecord, tuple[StepRecord, ...], list[DenseDraft]]:
         """Decode one prompt, or say in its record why not."""
         turn = len(answers)
         text = question.turns[turn] if question.turns else ""
@@ -256,13 +281,16 @@ class Session:
             if not isinstance(failure, UserError):
                 writer.add_error(record.prompt_id, "".join(traceback.format_exception(failure)))
             is_plain = isinstance(failure, UserError | DrafterError)
-            return replace(record, error=str(failure) if is_plain else f"{type(failure).__name__}: {failure}"), ()
+            return replace(record, error=str(failure) if is_plain else f"{type(failure).__name__}: {failure}"), (), []
 
-    def _decode(self, prompt: Prompt, record: PromptRecord, label: str) -> tuple[PromptRecord, tuple[StepRecord, ...]]:
+    def _decode(
+        self, prompt: Prompt, record: PromptRecord, label: str
+    ) -> tuple[PromptRecord, tuple[StepRecord, ...], list[DenseDraft]]:
         baseline: Completion | None = None
         if self.job.baseline and len(prompt.token_ids) % 2:  # the two take turns in going first, by the prompt alone
             baseline = self._complete(self.plain, prompt, f"{label} plain")
         done = self._complete(self.drafted, prompt, label)
+        dense = self._dense(prompt, done, label)
         if self.job.baseline and baseline is None:
             baseline = self._complete(self.plain, prompt, f"{label} plain")
         assert self.target.tokenizer is not None
@@ -278,7 +306,31 @@ class Session:
         )
         if baseline is not None:
             record = replace(record, **self._comparison(prompt, done, baseline))
-        return record, done.steps
+        return record, done.steps, dense
+
+    def _dense(self, prompt: Prompt, done: Completion, label: str) -> list[DenseDraft]:
+        """What every member would have proposed at every position of the text; nothing unless trace=dense."""
+        if self._listening is None:
+            return []
+        self._screen.begin_prompt(f"{label} dense trace")
+        seed = self.job.sampling.seed
+        sampler, stop = prepare(self.target, self.config, prompt.token_ids, seed=seed, prompt_key=prompt.id)
+        drafts = self._listening.drafts(prompt.token_ids, done.output_ids, stop, sampler)
+        num_prompt = len(prompt.token_ids)
+        return [
+            DenseDraft(position, stop.tokens_wanted(num_prompt + position), draft)
+            for position, draft in enumerate(drafts)
+        ]
+
+    def _dense_facts(self) -> dict[str, Any]:
+        """What replay must know besides the drafts."""
+        job = self.job
+        return {
+            "members": [asdict(member) for member in job.drafter.members],
+            "eos_token_ids": list(eos_ids(self.config)),
+            "budget": budget_words(job.budget),
+            "layout": job.layout,
+        }
 
     def _complete(self, speculator: Speculator, prompt: Prompt, label: str) -> Completion:
         self._screen.begin_prompt(label)

@@ -20,7 +20,7 @@ def write_whole(folder: Path, contents: Mapping[str, pa.Table | str]) -> None:
             if isinstance(content, str):
                 temporary[name].write_text(content, encoding="utf-8")
             else:
-                pq.write_table(content, temporary[name])
+                pq.write_table(content, temporary[name], compression="zstd")
         for name, path in temporary.items():
             os.replace(path, folder / name)
     finally:

@@ -1,8 +1,8 @@
 """A run on disk: step records to parquet, per prompt and atomically, and a loader that merges runs.
 
 A run folder has `prompts.parquet` (a row per prompt), `steps.parquet` (per step), `drafts.parquet` (per step and member)
-and `summary.json`; `costs.json` if the budget decided by what steps cost. The arrow schemas are explicit, so files of any
-runs can be read together whatever they hold.
+and `summary.json`; `costs.json` if the budget decided by what steps cost; with trace=dense also `dense.parquet`. The arrow
+schemas are explicit, so files of any runs can be read together whatever they hold.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 
 from specens.analysis.metrics import credit
 from specens.decoding.costs import CostTable
-from specens.decoding.types import StepRecord
-from specens.errors import UserError
+from specens.decoding.merge import part_of
+from specens.decoding.types import CLAIM_DIGITS, Draft, StepRecord
+from specens.errors import UserError, one_line
 from specens.files import plain, write_whole
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of the parquet files and of `summary.json`; files of another version are not read."""
 
 SUMMARY_NAME = "summary.json"
@@ -72,6 +73,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         finish_reason=pa.string(),
         mode=pa.string(),
         rate=pa.float64(),
+        margins=pa.list_(pa.float32()),
     ),
     "prompts": _schema(
         prompt_id=pa.string(),
@@ -95,6 +97,33 @@ SCHEMAS: dict[str, pa.Schema] = {
     ),
 }
 """Table name (the file's stem) -> columns. In the order of writing: a prompt that is listed has its steps on disk."""
+
+
+DENSE_NAME = "dense.parquet"
+
+DENSE_SCHEMA = _schema(
+    prompt_id=pa.string(),
+    position=pa.int32(),
+    tokens_wanted=pa.int32(),
+    drafter=pa.string(),
+    token_ids=pa.list_(pa.int32()),
+    parents=pa.list_(pa.int16()),
+    claims=pa.list_(pa.uint16()),
+)
+"""The dense trace: a row per prompt, position of the output and member. Claims are counted in units of their last digit."""
+
+NO_CLAIM = 65535
+
+_TRACE_KEY = b"specens_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseDraft:
+    """All members' proposals behind the first `position` tokens of an output, where a step may emit `tokens_wanted` at most."""
+
+    position: int
+    tokens_wanted: int
+    draft: Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +163,7 @@ class RunWriter:
         self.folder = Path(folder)
         self._tables = {name: schema.empty_table() for name, schema in SCHEMAS.items()}
         self._prompt_ids: set[str] = set()
+        self._dense: pa.Table | None = None
         taken = UserError(f"{self.folder} already holds a run: give this run a folder of its own (hydra.run.dir=...)")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,8 +178,14 @@ class RunWriter:
             except FileExistsError as error:
                 raise taken from error
 
-    def add(self, prompt: PromptRecord, steps: Sequence[StepRecord]) -> None:
-        """Append one prompt with its steps and replace the files; when that fails, tables and files stay as they were.
+    def begin_dense(self, facts: Mapping[str, Any]) -> None:
+        """Keep a dense trace too. `facts` is what replay must know besides: members, end ids, budget, layout."""
+        text = json.dumps(plain(facts), allow_nan=False).encode()
+        self._dense = DENSE_SCHEMA.with_metadata({**(DENSE_SCHEMA.metadata or {}), _TRACE_KEY: text}).empty_table()
+
+    def add(self, prompt: PromptRecord, steps: Sequence[StepRecord], dense: Sequence[DenseDraft] = ()) -> None:
+        """Append one prompt with its steps, and with its dense trace if the run keeps one, and replace the files; when that
+        fails, tables and files stay as they were.
 
         Raises UserError for a prompt id that the run already has.
         """
@@ -160,8 +196,14 @@ class RunWriter:
         tables = {
             name: pa.concat_tables([self._tables[name], table]) for name, table in _tables_of(prompt, steps).items()
         }
-        write_whole(self.folder, {f"{name}.parquet": table for name, table in tables.items()})
-        self._tables = tables
+        files = {f"{name}.parquet": table for name, table in tables.items()}
+        trace = self._dense
+        if trace is not None:
+            rows = [row for one in dense for row in _dense_rows(prompt.prompt_id, one, _member_names(trace))]
+            trace = pa.concat_tables([trace, pa.Table.from_pylist(rows, schema=trace.schema)])
+            files = {DENSE_NAME: trace, **files}  # a prompt that is listed has its trace on disk
+        write_whole(self.folder, files)
+        self._tables, self._dense = tables, trace
         self._prompt_ids.add(prompt.prompt_id)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -201,6 +243,21 @@ class Run:
     summaries: list[dict[str, Any]]
 
 
+def load_dense(folder: Path | str) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The dense trace of one run, with the facts that were given to `begin_dense`. Raises UserError when there is none, or when
+    it cannot be read.
+    """
+    path = Path(folder) / DENSE_NAME
+    if not path.is_file():
+        raise UserError(f"{folder} has no dense trace ({DENSE_NAME}): make one with python -m specens.run trace=dense")
+    try:
+        table = _read_table(path)
+        facts = json.loads((table.schema.metadata or {})[_TRACE_KEY])
+        return table.to_pandas(), facts
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); run it again with trace=dense") from error
+
+
 def load(*folders: Path | str) -> Run:
     """Read runs: each folder is a run, or holds runs at any depth (a sweep).
 
@@ -212,7 +269,8 @@ def load(*folders: Path | str) -> Run:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: name a run folder, or a folder that holds runs")
-        for path in sorted([*folder.rglob("*.parquet"), *folder.rglob(SUMMARY_NAME)]):
+        tables_and_summaries = [*folder.rglob("*.parquet"), *folder.rglob(SUMMARY_NAME)]
+        for path in sorted(path for path in tables_and_summaries if path.name != DENSE_NAME):
             inside = path.parent.relative_to(folder)
             found.setdefault(path.resolve(), (path, str(folder if inside == Path() else inside)))
     tables: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
@@ -246,7 +304,7 @@ def _with_unique_runs(found: Mapping[Path, tuple[Path, str]]) -> Iterator[tuple[
 
 def _read_table(path: Path) -> pa.Table:
     """One parquet file as its schema says. Raises ValueError with the reason when it is not one of ours."""
-    schema = SCHEMAS.get(path.stem)
+    schema = DENSE_SCHEMA if path.name == DENSE_NAME else SCHEMAS.get(path.stem)
     # not read_table: that takes a sweep's folder names such as drafter=ngram for partition columns
     with pq.ParquetFile(path) as file:
         version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY)
@@ -256,7 +314,8 @@ def _read_table(path: Path) -> pa.Table:
         missing = [name for name in schema.names if name not in file.schema_arrow.names]
         if missing:
             raise ValueError(f"it lacks the columns {', '.join(missing)}")
-        return file.read(columns=schema.names).select(schema.names).cast(schema)
+        table = file.read(columns=schema.names).select(schema.names)
+        return table.cast(schema.with_metadata(table.schema.metadata))
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
@@ -305,7 +364,25 @@ def _tables_of(prompt: PromptRecord, steps: Sequence[StepRecord]) -> dict[str, p
 
 def _step_row(prompt_id: str, step: StepRecord) -> dict[str, Any]:
     row = {name: getattr(step, name) for name in SCHEMAS["steps"].names if name != "prompt_id"}
-    return {"prompt_id": prompt_id, **row}
+    return {"prompt_id": prompt_id, **row, "margins": step.margins or None}
+
+
+def _member_names(trace: pa.Table) -> list[str]:
+    return [member["name"] for member in json.loads(trace.schema.metadata[_TRACE_KEY])["members"]]
+
+
+def _dense_rows(prompt_id: str, one: DenseDraft, members: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for index, name in enumerate(members):
+        part = part_of(one.draft, index)
+        yield {
+            "prompt_id": prompt_id,
+            "position": one.position,
+            "tokens_wanted": one.tokens_wanted,
+            "drafter": name,
+            "token_ids": part.token_ids,
+            "parents": part.parents,
+            "claims": [NO_CLAIM if claim is None else round(claim * 10**CLAIM_DIGITS) for claim in part.claims],
+        }
 
 
 def _draft_rows(prompt_id: str, step: StepRecord) -> list[dict[str, Any]]:

@@ -46,9 +46,11 @@ class Completion:
 
 
 class Speculator:
-    """A target with its drafters, bound and checked. The command line and the library use this same object."""
+    """A target with its drafters, bound and checked. The command line and the library use this same object. `wants_costs`:
+    measure what steps cost even if the budget has no use for it.
+    """
 
-    def __init__(self, decoder: Decoder, *, seed: int = 0) -> None:
+    def __init__(self, decoder: Decoder, *, seed: int = 0, wants_costs: bool = False) -> None:
         if decoder.layout not in LAYOUTS:
             raise UserError(f"layout={decoder.layout}: choose one of {', '.join(LAYOUTS)}")
         check_laws(decoder.verifier, decoder.drafter)
@@ -58,6 +60,7 @@ class Speculator:
         decoder.drafter.bind(decoder.target)
         self.decoder = decoder
         self.seed = seed
+        self.wants_costs = wants_costs or decoder.budget.needs_costs
         given = decoder.budget.costs
         self.costs = read_costs(str(given)) if given is not None else None
         self.costs_in_force: CostTable | None = None
@@ -78,7 +81,7 @@ class Speculator:
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> Completion:
         """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted. What steps cost is
-        measured before the first prompt, for budgets that want to know, and follows the prompts after it.
+        measured before the first prompt, if that is wanted, and follows the prompts after it.
         """
         costs = self.known_costs(prompt_ids)
         self.costs_in_force = self.costs
@@ -100,7 +103,7 @@ class Speculator:
 
     def known_costs(self, prompt_ids: Sequence[int]) -> CostTable:
         """The cost table in force; measured now if the budget wants one and there is none."""
-        if self.costs is None and self.decoder.budget.needs_costs:
+        if self.costs is None and self.wants_costs:
             self.target.check_prompt(prompt_ids, len(prompt_ids))
             self.costs = calibrate(self.decoder, tuple(prompt_ids), self.decoder.budget.max_nodes)
         return self.costs or CostTable()

@@ -22,6 +22,7 @@ from specens.decoding.bandit import BanditBudget
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.cost_aware import CostAwareBudget
 from specens.decoding.costs import CostTable
+from specens.decoding.dense import Listening
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
@@ -68,6 +69,14 @@ class Priced:
 
     def begin(self, members, costs, earlier=None):
         return self.budget.begin(members, self.costs, earlier)
+
+
+@dataclass(frozen=True)
+class Spendthrift(FixedBudget):
+    """Everybody drafts in every step, and nothing is verified."""
+
+    def select(self, tree: TokenTree) -> TokenTree:
+        return TokenTree()
 
 
 # Nodes cost, and so do models: some members are asked now and then, some trees are cut, some steps are plain.
@@ -410,6 +419,27 @@ def test_a_better_team_never_takes_more_steps(model, other):
     for prompt in PROMPTS:
         counts = [len(run(target, team(name, model, other), prompt)[1]) for name in ("none", "ngram", "ngram+oracle")]
         assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("budget", ["fixed", "cost_aware_priced", "priority"])
+@pytest.mark.parametrize("name", TEAMS)
+def test_law_6_a_dense_trace_is_what_everybody_says_where_nothing_is_accepted(model, other, name, budget):
+    """From a run that jumps ahead, the proposals of one that stops at every position, in which everybody is asked."""
+    target = Target(model)
+    for prompt, seed in itertools.product(PROMPTS, SEEDS):
+        listening, everywhere = Listening(team(name, model, other)), Listening(team(name, model, other))
+        output, _ = run(target, listening, prompt, budget=budget, seed=seed)
+        stop = StopRules(len(prompt) + COUNT, (), target.context_limit)
+        sampler = Sampler(noise=None if seed is None else KeyedNoise(seed, "p"))
+        drafts = listening.drafts(prompt, output, stop, sampler)
+        assert decode(target, everywhere, prompt, COUNT, budget=Spendthrift(), seed=seed)[0] == output
+        assert len(drafts) == COUNT
+        for position, draft in enumerate(drafts):
+            _, said = everywhere.said.get(len(prompt) + position, (None, Draft()))
+            assert (draft.token_ids, draft.parents) == (said.token_ids, said.parents), f"{prompt} {seed} {position}"
+            assert [draft.owner(node) for node in range(len(draft))] == [said.owner(node) for node in range(len(said))]
+            claims = [[one.claim(node) or 0 for node in range(len(one))] for one in (draft, said)]
+            assert claims[0] == pytest.approx(claims[1], abs=2e-4)
 
 
 @pytest.mark.parametrize("budget", ["fixed", *LEARNING])

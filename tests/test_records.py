@@ -111,7 +111,7 @@ def test_files_carry_their_schema_and_version(tmp_path: Path) -> None:
     for name, schema in SCHEMAS.items():
         stored = pq.read_schema(tmp_path / f"{name}.parquet")
         assert stored.equals(schema)
-        assert (stored.metadata or {})[b"specens_schema_version"] == b"2"
+        assert (stored.metadata or {})[b"specens_schema_version"] == b"3"
         assert list(pd.read_parquet(tmp_path / f"{name}.parquet").columns) == schema.names
 
 
@@ -175,7 +175,7 @@ def test_an_add_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
         writer.add(prompt("q"), [step(), dataclasses.replace(step(1), num_accepted=2)])
     write_table, calls = pq.write_table, []
 
-    def disk_full(table: pa.Table, where: Path) -> None:
+    def disk_full(table: pa.Table, where: Path, **options: str) -> None:
         calls.append(where)
         if len(calls) == 3:
             Path(where).write_bytes(b"half")
@@ -270,10 +270,10 @@ def test_another_schema_version_is_named_and_skipped(tmp_path: Path) -> None:
     for name in SCHEMAS:
         table = pq.read_table(tmp_path / "now" / f"{name}.parquet")
         (tmp_path / "later").mkdir(exist_ok=True)
-        later = table.replace_schema_metadata({b"specens_schema_version": b"3"})
+        later = table.replace_schema_metadata({b"specens_schema_version": b"4"})
         pq.write_table(later, tmp_path / "later" / f"{name}.parquet")
-    (tmp_path / "later" / "summary.json").write_text('{"schema_version": 3}')
-    with pytest.warns(UserWarning, match="schema version 3") as caught:
+    (tmp_path / "later" / "summary.json").write_text('{"schema_version": 4}')
+    with pytest.warns(UserWarning, match="schema version 4") as caught:
         run = load(tmp_path)
     assert len(caught) == 4
     assert run.folders == (tmp_path / "now",)
@@ -299,7 +299,7 @@ def test_the_summary_is_strict_json_with_a_version(tmp_path: Path) -> None:
 
     content = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=refuse)
     assert content == {
-        "schema_version": 2,
+        "schema_version": 3,
         "drafters": {"a": {"rate": None, "list": [1.5, None], "count": 3, "folder": "x"}},
         "status": "done",
     }

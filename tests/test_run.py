@@ -439,7 +439,7 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_why_in_a_line(tmp_path
         (["sampling.max_new_tokens=-1"], ["max_new_tokens", "-1"]),
         (["sampling.temperature=-1"], ["temperature", "-1"]),
         (["sampling.temperature=nan"], ["temperature", "nan"]),
-        (["trace=dense"], ["trace", "dense"]),
+        (["trace=dens"], ["trace", "steps", "dense"]),
         (["trace=off"], ["trace"]),
         (["baseline=maybe"], ["baseline", "maybe"]),
         (["budget.max_nodes=-1"], ["max_nodes", "-1"]),

@@ -22,13 +22,16 @@ from specens.errors import DrafterError
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target, its drafter and the rules between them. Holds nothing of a prompt, so prompts cannot leak into each other."""
+    """A target, its drafter and the rules between them. Holds nothing of a prompt, so prompts cannot leak into each other.
+    `margins`: also record how sure the target was of every token, outside the measured time.
+    """
 
     target: Target
     drafter: Drafter
     budget: Budget
     verifier: Verifier
     layout: Layout = "tree"
+    margins: bool = False
 
     def prefill(self, prompt_ids: Sequence[int]) -> tuple[KVCache, float]:
         """Begin a prompt: the target's cache for it, and the seconds that this and the drafters' own beginning took."""
@@ -63,13 +66,16 @@ class Decoder:
             tree = policy.select(merge(draft, plan, stop.eos_ids))
             with watch.span("verify"):
                 logits = self.target.score(cache, ids[-1], tree, self.layout)
-                verdict = self.verifier(tree, TreeAnswers(sampler, ids, tree, logits))
+                answers = TreeAnswers(sampler, ids, tree, logits)
+                verdict = self.verifier(tree, answers)
             commit = stop.trim(ids, tree, verdict)
             cache.accept(commit.path)
             condition(self.drafter, cache.hidden)
             self.drafter.observe(commit)
             policy.observe(draft, tree, commit)
-            yield self._record(step, len(ids), plan, draft, tree, commit, watch.read())
+            seconds = watch.read()
+            margins = answers.margins(commit) if self.margins else ()
+            yield self._record(step, len(ids), plan, draft, tree, commit, seconds, margins)
             ids += commit.token_ids
             step, reason = step + 1, commit.finish_reason
 
@@ -82,6 +88,7 @@ class Decoder:
         tree: TokenTree,
         commit: Commit,
         seconds: dict[str, float],
+        margins: tuple[float, ...],
     ) -> StepRecord:
         draft_s, verify_s = seconds["draft"], seconds["verify"]
         on_path = [*(tree.owners[node] for node in commit.path), 0]
@@ -105,6 +112,7 @@ class Decoder:
             ),
             mode=plan.mode,
             rate=plan.rate,
+            margins=margins,
         )
 
 

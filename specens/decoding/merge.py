@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from specens.decoding.types import ROOT, Draft, Drawn, Plan, TokenTree, chain_parents, depths_of
 
@@ -64,6 +65,38 @@ def merge(draft: Draft, plan: Plan, eos_ids: Collection[int] = ()) -> TokenTree:
         claims=tuple(claims),
     )
     return tree if len(tree) <= plan.num_nodes else _cut(tree, turns, plan.num_nodes)
+
+
+def side_by_side(parts: Sequence[Draft], sizes: Sequence[int] | None = None) -> Draft:
+    """Several drafters' proposals one after another in one draft, each node with its owner. `sizes[i]` is the number of members
+    that `parts[i]` speaks for, by default one each. Seconds are left out.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    owners: list[int] = []
+    laws: list[Any] = []
+    claims: list[float | None] = []
+    first_owner = 0
+    for part, size in zip(parts, sizes or [1] * len(parts), strict=True):
+        offset = len(token_ids)
+        token_ids += part.token_ids
+        parents += [parent if parent == ROOT else parent + offset for parent in part.parents]
+        owners += [first_owner + part.owner(node) for node in range(len(part))]
+        laws += part.laws or [None] * len(part)
+        claims += part.claims or [None] * len(part)
+        first_owner += size
+    return Draft(tuple(token_ids), tuple(parents), tuple(owners), laws=tuple(laws), claims=tuple(claims))
+
+
+def part_of(draft: Draft, member: int) -> Draft:
+    """One member's own proposal, without laws and seconds."""
+    nodes = [node for node in range(len(draft)) if draft.owner(node) == member]
+    index = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+    return Draft(
+        tuple(draft.token_ids[node] for node in nodes),
+        tuple(index[draft.parents[node]] for node in nodes),
+        claims=tuple(draft.claim(node) for node in nodes),
+    )
 
 
 def _shares(draft: Draft, plan: Plan) -> tuple[Plan, ...]:

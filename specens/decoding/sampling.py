@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
-from specens.decoding.types import ROOT, TokenTree
+from specens.decoding.types import ROOT, Commit, TokenTree
 
 
 class Noise(Protocol):
@@ -207,6 +207,11 @@ class TreeAnswers:
 
     def choice(self, node: int, probs: torch.Tensor) -> int:
         return self._sampler.choice(probs, self._position(node))
+
+    def margins(self, commit: Commit) -> tuple[float, ...]:
+        """How far each emitted token was ahead of the next best: those of the path, and the target's own."""
+        nodes = (ROOT, *commit.path)[: len(commit.token_ids)]
+        return tuple(self._sampler.margin(self._prefix(node), self._logits[node + 1]) for node in nodes)
 
     def _position(self, node: int) -> int:
         return len(self._context) + (0 if node == ROOT else self._tree.depths[node])

@@ -163,13 +163,14 @@ class Target:
     def extend(self, cache: KVCache, token_ids: Sequence[int]) -> torch.Tensor:
         """One more token in every row of a cache of several texts of one length: logits `[rows, vocab]`."""
         masks = None
-        if self._fits_tree:
+        if self.fits_tree:
             # A mask that hides nothing. Without one, sdpa on a CPU attends head by head, which takes twice the time of a batch.
             masks = tree_masks(TokenTree(), cache.length, self._windows, self.dtype, self.device)
         return self._forward(cache, [[token] for token in token_ids], [[cache.length]] * len(token_ids), masks)[:, 0]
 
     @property
-    def _fits_tree(self) -> bool:
+    def fits_tree(self) -> bool:
+        """Whether it can run layout=tree."""
         try:
             self.check_layout("tree")
         except UserError:

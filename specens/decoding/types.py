@@ -28,13 +28,22 @@ def chain_parents(length: int) -> tuple[int, ...]:
     return tuple(range(ROOT, length - 1))
 
 
+CLAIM_DIGITS = 4
+
+
+def rounded(claim: float) -> float:
+    """A claim as drafts keep it."""
+    return round(float(claim), CLAIM_DIGITS)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """What the budget must know of a drafter: its name and the most it can propose in a step.
 
     `num_draft_tokens` is the greatest depth, `num_draft_nodes` the most nodes of a proposal (equal to the depth for a
     chain), `context_limit` the drafter's own context in tokens (None: no limit). With `coupled_only` it cannot say from which
-    law its tokens are drawn, and a verifier that needs to know refuses it.
+    law its tokens are drawn, and a verifier that needs to know refuses it. One that `stops_early` drafts token after token, and
+    ends a draft with the first whose claim is below the plan's `min_claim`.
     """
 
     name: str
@@ -42,6 +51,7 @@ class Member:
     num_draft_nodes: int
     context_limit: int | None = None
     coupled_only: bool = False
+    stops_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,8 @@ class Draft:
     another's draw must not let it decide how many nodes it proposes: nodes count when a budget is short.)
 
     `claims[i]` is the drafter's own estimate of the probability that the path down to node i is what the target will say; None
-    where it has none (empty: nowhere). Budgets that weigh nodes begin with it, and learn how often such claims come true.
+    where it has none (empty: nowhere). Budgets that weigh nodes begin with it, and learn how often such claims come true. Claims
+    are kept to `CLAIM_DIGITS` decimals: records hold them exactly, and replay decides by the same numbers.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -92,6 +103,7 @@ class Draft:
         # Plain ints, whatever kind of integer a drafter counts in: the items of a tensor would never equal a token.
         object.__setattr__(self, "token_ids", tuple(map(operator.index, self.token_ids)))
         object.__setattr__(self, "parents", tuple(map(operator.index, self.parents)))
+        object.__setattr__(self, "claims", tuple(None if claim is None else rounded(claim) for claim in self.claims))
         if len(self.token_ids) != len(self.parents):
             raise ValueError(f"a draft has {len(self.token_ids)} token ids but {len(self.parents)} parents")
         if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
@@ -242,7 +254,8 @@ class StepRecord:
 
     `token_owners[i]` is the bit mask of members that proposed emitted token i on the committed path (0: the target's own).
     Times are milliseconds: `draft_ms` all drafting, `verify_ms` the target's forward and the verdict, `host_ms` the rest of the
-    step. `mode` is what the budget was about (see its policies), with the rate in tokens per ms by which it judged.
+    step. `mode` is what the budget was about (see its policies), with the rate in tokens per ms by which it judged. `margins[i]`
+    is how far emitted token i was ahead of the target's next best, in logits (empty: not measured).
     """
 
     step: int
@@ -259,6 +272,7 @@ class StepRecord:
     members: tuple[MemberRecord, ...] = field(default=())
     mode: str = "draft"
     rate: float | None = None
+    margins: tuple[float, ...] = ()
 
     @property
     def num_emitted(self) -> int:

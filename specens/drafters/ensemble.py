@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from specens.decoding.dense import Hidden, everywhere
 from specens.decoding.drafter import Conditioned, Drafter, describe
+from specens.decoding.merge import side_by_side
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
-from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
+from specens.decoding.types import Commit, Draft, Member, Plan
 from specens.errors import DrafterError, UserError
 
 MAX_MEMBERS = 62
@@ -70,27 +72,40 @@ class Ensemble:
             drafter.condition(hidden)
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        token_ids: list[int] = []
-        parents: list[int] = []
-        owners: list[int] = []
+        parts: list[Draft] = []
         seconds: list[float] = []
-        laws: list[Any] = []
-        claims: list[float | None] = []
-        shares = iter(plan.members or [plan] * len(self.members))
-        for name, drafter in self._drafters.items():
-            share = _plan_of([next(shares) for _ in drafter.members], plan)
-            silent = share.num_tokens == 0 or (plan.first_only and bool(token_ids))
+        for (name, drafter), share in zip(self._drafters.items(), self._plans(plan), strict=True):
+            silent = share.num_tokens == 0 or (plan.first_only and any(map(len, parts)))
             begin = time.perf_counter()
-            draft = Draft() if silent else _ask(name, drafter, context_ids, share, sampler.fork(name))
+            draft = Draft() if silent else _ask(name, drafter.propose, context_ids, share, sampler.fork(name))
             elapsed = time.perf_counter() - begin
-            offset, first_owner = len(token_ids), len(seconds)
-            token_ids += draft.token_ids
-            parents += [parent if parent == ROOT else parent + offset for parent in draft.parents]
-            laws += draft.laws or [None] * len(draft)
-            claims += draft.claims or [None] * len(draft)
-            owners += [first_owner + draft.owner(node) for node in range(len(draft))]
+            parts.append(draft)
             seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
-        return Draft(tuple(token_ids), tuple(parents), tuple(owners), tuple(seconds), tuple(laws), tuple(claims))
+        return replace(side_by_side(parts, self._sizes), seconds=tuple(seconds))
+
+    def propose_everywhere(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        plans: Sequence[Plan],
+        sampler: Sampler,
+        hidden: Hidden,
+    ) -> list[Draft]:
+        shares = [self._plans(plan) for plan in plans]
+        parts = [
+            _ask(name, everywhere, drafter, prompt_ids, output_ids, [share[place] for share in shares], sampler, hidden)
+            for place, (name, drafter) in enumerate(self._drafters.items())
+        ]
+        return [side_by_side(drafts, self._sizes) for drafts in zip(*parts, strict=True)]
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(drafter.members) for drafter in self._drafters.values()]
+
+    def _plans(self, plan: Plan) -> list[Plan]:
+        """What each drafter is to do."""
+        shares = iter(plan.members or [plan] * len(self.members))
+        return [_plan_of([next(shares) for _ in drafter.members], plan) for drafter in self._drafters.values()]
 
     def observe(self, commit: Commit) -> None:
         for drafter in self._drafters.values():
@@ -105,12 +120,13 @@ def _plan_of(shares: list[Plan], plan: Plan) -> Plan:
     return Plan(depth, sum(share.num_nodes for share in shares), tuple(shares), plan.first_only)
 
 
-def _ask(name: str, drafter: Drafter, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-    """A member's proposal; an error that says whose it is."""
+def _ask(name: str, question: Callable[..., Any], *arguments: Any) -> Any:
+    """What a member proposes; an error that says whose it is."""
     try:
-        draft = drafter.propose(context_ids, plan, sampler)
+        said = question(*arguments)
     except Exception as error:
         raise DrafterError(f"drafter {name}: {type(error).__name__}: {error}") from error
-    if not isinstance(draft, Draft):
-        raise DrafterError(f"drafter {name}: proposed {type(draft).__name__}, not a Draft")
-    return draft
+    for draft in said if isinstance(said, list) else (said,):
+        if not isinstance(draft, Draft):
+            raise DrafterError(f"drafter {name}: proposed {type(draft).__name__}, not a Draft")
+    return said

@@ -6,19 +6,21 @@ import itertools
 import operator
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from specens.cpu import packing
 from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
 from specens.decoding.compiled import CannotCompileError, CompiledModel, widths_for
+from specens.decoding.dense import Hidden
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
-from specens.decoding.types import Commit, Draft, Member, Plan, chain_parents
+from specens.decoding.types import ROOT, Commit, Draft, Member, Plan, TokenTree, chain_parents, depths_of, rounded
 from specens.errors import check_count
 from specens.models import LoadedModel, check_same_vocabulary
 
@@ -31,6 +33,40 @@ class ModelSource(Protocol):
         ...
 
     def load_for(self, target: Any) -> LoadedModel: ...
+
+
+PIECE = 64
+"""So many positions of a text are drafted at in one forward."""
+
+
+@dataclass
+class _Branch:
+    """A draft that grows token by token: `ids` is the text with the chain so far, `path` the chain's probability."""
+
+    ids: list[int]
+    tip: int = ROOT
+    path: float = 1.0
+    drawn: list[list[tuple[int, torch.Tensor | None]]] = field(default_factory=list)
+    """At each depth: the chain's token, and its next best, each with its law."""
+    claims: list[list[float]] = field(default_factory=list)
+
+    def grow(self, logits: torch.Tensor, sampler: Sampler, width: int) -> bool:
+        """One more depth, from logits `[vocab]` after `ids`. False if the chain has ended."""
+        row = sampler.draw(self.ids, logits, width)
+        if row:
+            probs = logits.float().softmax(-1)[[token for token, _ in row]].tolist()
+            self.drawn.append(row)
+            self.claims.append([self.path * prob for prob in probs])
+            self.path *= probs[0]
+            self.ids.append(row[0][0])
+        return bool(row)
+
+    def draft(self) -> Draft:
+        chain = [(*row[0], depth - 1) for depth, row in enumerate(self.drawn)]
+        beside = [(*entry, depth - 1) for depth, row in enumerate(self.drawn) for entry in row[1:]]
+        tokens, laws, parents = zip(*chain, *beside, strict=True) if chain else ((), (), ())
+        claims = [row[0] for row in self.claims] + [claim for row in self.claims for claim in row[1:]]
+        return Draft(tokens, parents, laws=laws, claims=tuple(claims))
 
 
 class LanguageModel:
@@ -55,7 +91,7 @@ class LanguageModel:
             model.check()
         self._source = model
         self._num_branches = num_branches
-        self._member = Member(name, num_draft_tokens, num_draft_tokens * num_branches)
+        self._member = Member(name, num_draft_tokens, num_draft_tokens * num_branches, stops_early=True)
         self._loaded: LoadedModel | None = None
         self._target: Target | None = None
         self._compiled: CompiledModel | None = None
@@ -117,34 +153,79 @@ class LanguageModel:
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         ids = list(context_ids)
         self._base = len(ids)
-        num_branches = min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1))
-        if self._compiled is not None and sampler.is_plain_greedy and num_branches <= 1:
+        width = self._width(plan)
+        if self._compiled is not None and sampler.is_plain_greedy and width == 1:
             tokens, said = self._greedy_chain(ids, plan)
             self._drafted = list(tokens)
             return Draft.chain(tokens, claims=said)
-        drawn: list[list[tuple[int, torch.Tensor | None]]] = []  # at each depth: the chain's token, and its next best
-        claims: list[list[float]] = []
-        path = 1.0  # the probability of the chain so far
+        branch = _Branch(ids)
         for _ in range(plan.num_tokens):
             logits = self._next_logits(ids)
-            if logits is None:
-                break
-            row = sampler.draw(ids, logits, max(num_branches, 1))
-            if not row:
-                break
-            drawn.append(row)
-            ids.append(row[0][0])
-            probs = logits.float().softmax(-1)[[token for token, _ in row]].tolist()
-            claims.append([path * prob for prob in probs])
-            path *= probs[0]
-            if path < plan.min_claim:
+            if logits is None or not branch.grow(logits, sampler, width) or rounded(branch.path) < plan.min_claim:
                 break
         self._drafted = ids[self._base :]
-        chain = [(*row[0], depth - 1) for depth, row in enumerate(drawn)]
-        beside = [(*entry, depth - 1) for depth, row in enumerate(drawn) for entry in row[1:]]
-        tokens, laws, parents = zip(*chain, *beside, strict=True) if drawn else ((), (), ())
-        said = [row[0] for row in claims] + [claim for row in claims for claim in row[1:]]
-        return Draft(tokens, parents, laws=laws, claims=tuple(said))
+        return branch.draft()
+
+    @torch.inference_mode()
+    def propose_everywhere(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        plans: Sequence[Plan],
+        sampler: Sampler,
+        hidden: Hidden,
+    ) -> list[Draft] | None:
+        """All positions of a piece of the text in one forward for each depth of the drafts: the text is a chain of nodes, and
+        the drafts are branches of it.
+        """
+        assert self._loaded is not None, "bind comes first"
+        model = Target(self._loaded.model)
+        # What 8-bit layers say of a position depends on how many others stand beside it.
+        if packing(model.model) == "int8" or not model.fits_tree:
+            return None
+        ids = [*prompt_ids, *output_ids]
+        num_ids = model.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
+        num_readable = next((place for place, token in enumerate(ids) if token >= num_ids), len(ids))
+        lengths = range(len(prompt_ids), len(ids))
+        num_open = sum(
+            plan.num_tokens > 0 and length <= num_readable for plan, length in zip(plans, lengths, strict=True)
+        )
+        cache = model.prefill(prompt_ids) if num_open else KVCache()
+        drafts: list[Draft] = []
+        for begin in range(0, num_open, PIECE):
+            piece = plans[begin : min(begin + PIECE, num_open)]
+            drafts += self._branches(model, cache, ids, lengths[begin], piece, sampler)
+        return drafts + [Draft()] * (len(plans) - num_open)
+
+    def _branches(
+        self, model: Target, cache: KVCache, ids: Sequence[int], first: int, plans: Sequence[Plan], sampler: Sampler
+    ) -> list[Draft]:
+        """Drafts after `ids[:first]`, `ids[:first + 1]`, ..., one for each plan. The cache holds the first of these texts but its
+        last token, and then what comes before the next piece.
+        """
+        text = ids[first : first + len(plans) - 1]
+        tree = TokenTree.chain(text)
+        branches = [_Branch(list(ids[: first + place]), tip=place - 1) for place in range(len(plans))]
+        for depth in range(max(plan.num_tokens for plan in plans)):
+            if depth:
+                cache.accept(())
+                cache.rollback(first - 1)
+            logits = model.score(cache, ids[first - 1], tree, "tree")
+            tokens, parents = list(tree.token_ids), list(tree.parents)
+            for plan, branch in zip(plans, branches, strict=True):
+                if depth < plan.num_tokens and branch.grow(
+                    self._fit(logits[branch.tip + 1]), sampler, self._width(plan)
+                ):
+                    parents.append(branch.tip)
+                    branch.tip = len(tokens)
+                    tokens.append(branch.ids[-1])
+            tree = TokenTree(tuple(tokens), tuple(parents), depths_of(tuple(parents)), (1,) * len(tokens))
+        cache.accept(range(len(text)))
+        return [branch.draft() for branch in branches]
+
+    def _width(self, plan: Plan) -> int:
+        """How many tokens to propose at each depth."""
+        return max(min(self._num_branches, plan.num_nodes // max(plan.num_tokens, 1)), 1)
 
     @torch.inference_mode()
     def _greedy_chain(self, ids: Sequence[int], plan: Plan) -> tuple[list[int], list[float]]:
@@ -167,7 +248,7 @@ class LanguageModel:
             drawn.append(torch.cat([token, logits.float().softmax(-1).gather(-1, token)]).double())
         rows = torch.stack(drawn).tolist() if drawn else []
         claims = list(itertools.accumulate((prob for _, prob in rows), operator.mul))
-        count = next((i + 1 for i, claim in enumerate(claims) if claim < plan.min_claim), len(rows))
+        count = next((i + 1 for i, claim in enumerate(claims) if rounded(claim) < plan.min_claim), len(rows))
         return [int(token) for token, _ in rows[:count]], claims[:count]
 
     @torch.inference_mode()

@@ -85,10 +85,15 @@ def run_drafter(folder: Path, drafter, path: Path, **options) -> dict:
     job = Job(
         target=ModelSpec(TinyModel(), dtype="float32", device="cpu"),  # pyright: ignore
         drafter=drafter,
-        sampling=SamplingOptions(max_new_tokens=12),
         prompts=Jsonl(path=str(path)),
         tracker=NoTracker(),
-        **{"budget": build_part("budget"), "verifier": build_part("verifier"), "layout": "tree", **options},
+        **{
+            "sampling": SamplingOptions(max_new_tokens=12),
+            "budget": build_part("budget"),
+            "verifier": build_part("verifier"),
+            "layout": "tree",
+            **options,
+        },
     )
     return run_job(job, RunWriter(folder), {}, Screen())
 

@@ -1,0 +1,97 @@
+"""Law 6: replay of a dense trace is the live run, step for step: of the run itself, and of other teams that really ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_run import run_drafter, texts_file
+
+from specens.analysis.study import replay_of, same_steps
+from specens.decoding.bandit import BanditBudget
+from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.cost_aware import CostAwareBudget
+from specens.decoding.generation import SamplingOptions
+from specens.drafters.ensemble import Ensemble
+from specens.drafters.lm import LanguageModel
+from specens.drafters.ngram import NGram
+from specens.drafters.scripted import Oracle
+from specens.models import TargetCopy
+from specens.replay import read_trace
+from specens.tiny import random_model
+
+pytestmark = pytest.mark.laws
+
+COUNT = 24
+ALL = ("ngram", "lm", "quantized", "oracle")
+SUBSETS = (("lm",), ("ngram", "oracle"), ("quantized", "ngram"), ("oracle", "lm", "ngram"))
+SAMPLING = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 3}}
+
+
+def member(name: str):
+    return {
+        "ngram": lambda: NGram(5, num_continuations=3),
+        "lm": lambda: LanguageModel(random_model(seed=9), 4, num_branches=2),
+        "quantized": lambda: LanguageModel(TargetCopy("nf4"), 3, name="quantized"),
+        "oracle": lambda: Oracle(4),
+    }[name]()
+
+
+@pytest.fixture(scope="module")
+def budgets(tmp_path_factory) -> dict[str, Budget]:
+    """Nodes cost, and so do models: some members are asked now and then, some trees are cut, some steps are plain."""
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    table = {
+        "verify_ms": [[0, 10.0], [1, 10.5], [4, 13.0], [8, 18.0], [64, 90.0]],
+        "draft_ms": {
+            "ngram": [[1, 0.1]],
+            "lm": [[1, 1.0], [4, 3.0]],
+            "quantized": [[1, 2.0], [3, 6.0]],
+            "oracle": [[1, 4.0], [4, 9.0]],
+        },
+        "host_ms": 0.5,
+    }
+    path.write_text(json.dumps(table), encoding="utf-8")
+    return {
+        "fixed": FixedBudget(),
+        "fixed5": FixedBudget(max_nodes=5),
+        "priority": FixedBudget(first_only=True),
+        "cost_aware": CostAwareBudget(costs=str(path)),
+        "cost_aware_run": CostAwareBudget(costs=str(path), reset="run", max_nodes=6),
+        "ucb1": BanditBudget(costs=str(path)),
+        "thompson": BanditBudget(costs=str(path), strategy="thompson"),
+    }
+
+
+def live(folder: Path, names, budget: Budget, sampling: str):
+    """A run with a dense trace, as replay reads it."""
+    texts = ["one two one two one", "The cat sat on the mat. The cat sat", "x = 1; y = 2; x = 1; y ="]
+    options = {"sampling": SamplingOptions(max_new_tokens=COUNT, **SAMPLING[sampling]), "budget": budget}
+    drafter = Ensemble({name: member(name) for name in names})
+    run_drafter(folder, drafter, texts_file(folder.parent / "texts", texts), trace="dense", **options)
+    return read_trace(folder)
+
+
+BUDGETS = ["fixed", "fixed5", "priority", "cost_aware", "cost_aware_run", "ucb1", "thompson"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("name", BUDGETS)
+def test_law_6_replay_is_the_live_run_and_so_it_is_for_other_teams(tmp_path, monkeypatch, budgets, name, sampling):
+    monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
+    trace, whole = live(tmp_path / "all", ALL, budgets[name], sampling)
+    assert whole.steps["num_accepted"].sum() > 0, "otherwise nothing is tested"
+    found = same_steps(whole.steps, replay_of(trace, whole))
+    assert found["num_different"] == 0 and found["num_steps"] > 0, found["first_difference"]
+    for names in SUBSETS if sampling == "greedy" else SUBSETS[-1:]:
+        _, part = live(tmp_path / "+".join(names), names, budgets[name], sampling)
+        found = same_steps(part.steps, replay_of(trace, part))
+        assert found["num_different"] == 0, f"{names}: {found['first_difference']}"
+
+
+def test_law_6_would_notice_a_proposal_that_nobody_made(tmp_path, monkeypatch, budgets):
+    monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
+    trace, whole = live(tmp_path / "all", ALL, budgets["fixed"], "greedy")
+    trace.token_ids[trace.depths == 1] += 1
+    assert same_steps(whole.steps, replay_of(trace, whole))["num_different"] > 0

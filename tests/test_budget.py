@@ -182,17 +182,17 @@ def test_costs_between_two_points_are_on_the_line_and_beyond_the_last_goes_on():
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(1, 5))
-def test_more_nodes_never_cost_less(times, gap):
+def test_a_table_says_what_was_measured_and_beyond_it_more_nodes_never_cost_less(times, gap):
     table = CostTable(tuple((gap * place, ms) for place, ms in enumerate(times)))
-    costs = [table.verify(n) for n in range(gap * len(times) + 20)]
-    assert all(before <= after + 1e-9 for before, after in itertools.pairwise(costs))
-    assert costs[0] == times[0] and max(times) <= max(costs) + 1e-9
-    if times == sorted(times):
-        assert all(table.verify(gap * place) == ms for place, ms in enumerate(times))
+    last = gap * (len(times) - 1)
+    costs = [table.verify(n) for n in range(last + 20)]
+    assert costs[: last + 1 : gap] == times
+    assert all(min(times) <= cost <= max(times) + 1e-9 for cost in costs[: last + 1])
+    assert all(before <= after for before, after in itertools.pairwise(costs[last:]))
 
 
 def test_what_a_depth_costs_is_never_less_than_nothing():
-    assert CostTable(draft_ms={"a": ((1, 5.0), (2, 1.0))}).draft("a", 50) == 0.0
+    assert CostTable(draft_ms={"a": ((1, 5.0), (2, 1.0))}).draft("a", 50) == 1.0
 
 
 NAN = float("nan")
@@ -328,6 +328,18 @@ def test_a_table_goes_half_way_to_what_a_prompt_took():
     host = refreshed(MEASURED, [record(10.0, host_ms=1.69)] * 9)
     assert 1.0 < host.host_ms < 1.69 and verify_row(host) == pytest.approx(verify_row(MEASURED))
     assert new.origin == "calibrated"
+
+
+def test_every_width_that_was_met_often_moves_by_itself_and_the_others_with_all_of_them():
+    steps = [record(1.44 * MEASURED.verify(n), n) for n in (1, 3, 4, 4, 5)]  # nearest to 4
+    steps += [record(MEASURED.verify(n), n) for n in (8, 7, 7, 8, 7, 8)]
+    new = refreshed(replace(MEASURED, verify_ms=(*MEASURED.verify_ms, (64, 90.0))), [record(9.0), *steps])
+    assert verify_row(new) == pytest.approx([10.0, 12 * 1.2, 20.0, 90.0])
+
+
+def test_a_width_that_kernels_like_costs_less_than_a_narrower_one():
+    table = CostTable(((0, 10.0), (1, 13.0), (3, 9.0), (8, 20.0)))
+    assert [table.verify(n) for n in (0, 1, 2, 3, 8)] == pytest.approx([10.0, 13.0, 11.0, 9.0, 20.0])
 
 
 @pytest.mark.parametrize(("ratio", "moved"), [(1e6, MOST_CHANGE**0.5), (1e-6, MOST_CHANGE**-0.5), (1.0, 1.0)])

@@ -92,7 +92,7 @@ def test_claims_are_kept_to_their_last_digit_and_who_claims_nothing_says_so(fold
 
 def test_a_failed_prompt_leaves_no_rows_and_the_others_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
-    texts = ["abcabcabc", "", "xyxyxy"]
+    texts = ["abcabcabc", "x" * 5000, "xyxyxy"]  # the second is longer than the target's context
     run_drafter(tmp_path / "run", team(), texts_file(tmp_path / "texts", texts), trace="dense")
     assert summary_of(tmp_path / "run")["num_failed"] == 1
     assert set(load_dense(tmp_path / "run")[0]["prompt_id"]) == {"p0", "p2"}

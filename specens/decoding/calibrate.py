@@ -18,8 +18,13 @@ from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenT
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Trees that are timed, up to the budget's own most."""
 
+NARROW, ROUNDS, WIDE_ROUNDS = 16, 9, 3
+"""Trees of up to NARROW nodes are timed in so many rounds, wider ones in fewer, so that a busy moment meets all widths alike. Of
+each, the time that a quarter of the timings stay below counts, as a busy machine only ever adds.
+"""
+
 REPEATS = 5
-"""Timings of each; the second fastest counts, as a busy machine only ever adds."""
+"""Steps in which each member drafts at each depth."""
 
 BRANCH = 4
 """Depth of the branches of the trees that are timed."""
@@ -39,15 +44,22 @@ def calibrate(decoder: Decoder, prompt_ids: Sequence[int], max_nodes: int) -> Co
     prompt_ids = prompt_ids[: max(min(room - BRANCH - most - 2 * REPEATS * len(members), MOST_CONTEXT), 1)]
     cache, _ = decoder.prefill(prompt_ids)
     _verify(decoder, cache, prompt_ids, max_nodes)  # so that nothing is timed cold
-    verify = tuple(
-        (width, sorted(_verify(decoder, cache, prompt_ids, width) for _ in range(REPEATS))[1])
-        for width in WIDTHS
-        if width <= max_nodes
-    )
+    verify = _forwards(decoder, cache, prompt_ids, [width for width in WIDTHS if width <= max_nodes])
     steps = _solo_drafts(decoder, prompt_ids)
     draft = {member.name: _points(steps, index) for index, member in enumerate(members)}
     host_ms = statistics.median(step.host_ms for step in steps) if steps else 0.0
     return CostTable(verify, {name: row for name, row in draft.items() if row}, host_ms, origin="calibrated")
+
+
+def _forwards(decoder: Decoder, cache: KVCache, prompt_ids: Sequence[int], widths: Sequence[int]) -> Points:
+    """What a forward over each width takes."""
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(ROUNDS):
+        _verify(decoder, cache, prompt_ids, 0)  # what is timed first must not pay for a wide one before it
+        for width in widths:
+            if turn < WIDE_ROUNDS or width <= NARROW:
+                times[width].append(_verify(decoder, cache, prompt_ids, width))
+    return tuple((width, sorted(row)[len(row) // 4]) for width, row in times.items())
 
 
 def _verify(decoder: Decoder, cache: KVCache, prompt_ids: Sequence[int], width: int) -> float:

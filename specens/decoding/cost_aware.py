@@ -193,7 +193,7 @@ class CostAware:
         """The least probable path below which one more depth of a draft is worth its time."""
         draft = self.costs.draft(member.name, 2) - self.costs.draft(member.name, 1)
         node = (self.costs.verify(4) - self.costs.verify(0)) / 4
-        return rate * (max(draft, 0.0) + node)
+        return rate * (max(draft, 0.0) + max(node, 0.0))
 
     def select(self, tree: TokenTree) -> TokenTree:
         """The nodes to verify. Where members draw, the tree stays as it is: it was cut before its tokens were seen."""

@@ -9,7 +9,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,12 @@ class CostTable:
             raise UserError(f"costs: host_ms must be milliseconds, 0 or more, got {self.host_ms}")
 
     def verify(self, num_nodes: int) -> float:
-        """Milliseconds of one forward over `num_nodes` nodes. Never less than over fewer: measured dips are noise."""
+        """Milliseconds of one forward over `num_nodes` nodes. Perhaps less than over fewer: kernels like some widths more."""
         return self._verify(num_nodes)
 
     @cached_property
     def _verify(self) -> Callable[[int], float]:
-        known: dict[int, float] = {}
-        points, least = [], 0.0
-        for count, ms in self.verify_ms:
-            least = max(least, ms)
-            points.append((count, least))
-
-        def at(num_nodes: int) -> float:
-            if num_nodes not in known:
-                known[num_nodes] = interpolate(points, num_nodes)
-            return known[num_nodes]
-
-        return at
+        return cache(lambda num_nodes: interpolate(self.verify_ms, num_nodes))
 
     def draft(self, name: str, depth: float) -> float:
         """Milliseconds of a member's draft of this depth; 0 for one that is not in the table."""
@@ -131,29 +120,43 @@ def interpolate(points: Sequence[tuple[int, float]], count: float) -> float:
     if len(points) == 1 or place == 0:
         return points[0][1]
     (low, before), (high, after) = points[min(place, len(points) - 1) - 1 :][:2]
-    return max(before + (after - before) * (count - low) / (high - low), 0.0)
+    slope = (after - before) / (high - low)
+    return before + slope * (count - low) if count < high else after + max(slope, 0.0) * (count - high)
 
 
 def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
-    """The table moved half way to what the steps of a finished prompt really took: plain forwards, wider ones, every member and
-    the host each by one factor, the median of measured over expected; the first step, which may be cold, does not count.
+    """The table moved half way to what the steps of a finished prompt really took: forwards of each width that was met often, the
+    wide ones together, every member and the host each by one factor, the median of measured over expected; the first step,
+    which may be cold, does not count.
     """
     steps = list(steps)[1:]
-    plain = _factor([(step.verify_ms, table.verify(0)) for step in steps if step.num_nodes == 0])
-    wider = _factor([(step.verify_ms, table.verify(step.num_nodes)) for step in steps if step.num_nodes > 0])
-    plain, wider = plain or wider or 1.0, wider or plain or 1.0
     members = {name for step in steps for name in (member.drafter for member in step.members)}
     factors = {name: _factor(list(_draft_times(table, steps, name))) or 1.0 for name in members}
     host = _factor([(step.host_ms, table.host_ms) for step in steps]) or 1.0
     return replace(
         table,
-        verify_ms=tuple((count, ms * (wider if count else plain)) for count, ms in table.verify_ms),
+        verify_ms=_verify_moved(table, steps),
         draft_ms={
             name: tuple((count, ms * factors.get(name, 1.0)) for count, ms in row)
             for name, row in table.draft_ms.items()
         },
         host_ms=table.host_ms * host,
     )
+
+
+def _verify_moved(table: CostTable, steps: Sequence[StepRecord]) -> Points:
+    """A width's own steps are those nearest to it. One that has too few of them moves like all wide ones together; plain decoding
+    and wide forwards stand for each other only where there is nothing else.
+    """
+    pairs: dict[int, list[tuple[float, float]]] = {count: [] for count, _ in table.verify_ms}
+    for step in steps:
+        alike = [count for count in pairs if bool(count) == bool(step.num_nodes)] or [0]
+        nearest = min(alike, key=lambda count: abs(count - step.num_nodes))
+        pairs[nearest].append((step.verify_ms, table.verify(step.num_nodes)))
+    plain = _factor(pairs[0])
+    wide = _factor([pair for count, row in pairs.items() if count for pair in row]) or plain or 1.0
+    factors = {count: _factor(row) or wide for count, row in pairs.items()} | {0: plain or wide}
+    return tuple((count, ms * factors[count]) for count, ms in table.verify_ms)
 
 
 def _draft_times(table: CostTable, steps: Sequence[StepRecord], name: str) -> Iterable[tuple[float, float]]:

@@ -102,13 +102,14 @@ class OurRunner:
         return clock.timed(done.output_ids, tuple(spent))
 
     def facts(self) -> dict[str, Any]:
-        decoder = self.speculator.decoder
+        decoder, costs = self.speculator.decoder, self.speculator.costs
         return {
             "drafters": [member.name for member in decoder.drafter.members],
             "budget": repr(decoder.budget),
             "verifier": decoder.verifier.name,
             "lossy": not decoder.verifier.lossless,
             "layout": decoder.layout,
+            "costs": None if costs is None else costs.content(),
         }
 
 

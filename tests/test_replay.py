@@ -133,7 +133,7 @@ def test_a_tree_is_cut_at_the_depth_asked_for():
     assert replayed["num_nodes"].tolist() == list(map(len, firsts))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 2), st.booleans())
 def test_the_fast_path_is_the_general_one(seed, num_members, num_texts, with_lengths):
     """All subsets at once from one merge, against the loop's own code."""

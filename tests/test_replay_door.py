@@ -42,6 +42,13 @@ def write_run(
     return folder
 
 
+def refusal(text: str) -> str:
+    """Our one line, between Hydra's two."""
+    (line,) = (line for line in text.splitlines() if line.startswith("specens: "))
+    assert "Traceback" not in text
+    return line
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "finished")
@@ -90,11 +97,13 @@ def test_another_machines_costs_are_called_modelled(folder, capsys, monkeypatch)
     code, page = said(capsys, "run=run", "costs=run/gpu.json", folder=folder, monkeypatch=monkeypatch)
     assert code == 0 and "MODELLED, not measured" in page and "gpu.json" in page
     rows = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["modelled"]["teams"]
-    assert rows[0]["speedup"] == max(row["acceptance_length"] for row in rows), "only calls cost time there"
+    assert rows[0]["speedup"] == pytest.approx(max(row["acceptance_length"] for row in rows)), (
+        "only calls cost time there"
+    )
     few = {**free.content(), "draft_ms": {"chain": [[1, 0.0]]}}
     (folder / "gpu.json").write_text(json.dumps(few), encoding="utf-8")
     code, page = said(capsys, "run=run", "costs=run/gpu.json", folder=folder, monkeypatch=monkeypatch)
-    assert code == 1 and "tree" in page and page.count("\n") == 1
+    assert code == 1 and "tree" in refusal(page)
 
 
 def test_other_runs_stand_beside_their_replay(folder, capsys, monkeypatch):
@@ -169,8 +178,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_folder_is_refused_in_one_line(fault, folder, capsys, monkeypatch):
     FAULTS[fault](folder)
-    code, line = said(capsys, "run=run", folder=folder, monkeypatch=monkeypatch)
-    assert code == 1 and fault in line and line.count("\n") == 1
+    code, text = said(capsys, "run=run", folder=folder, monkeypatch=monkeypatch)
+    assert code == 1 and fault in refusal(text)
     assert not (folder / "replay.md").exists()
 
 
@@ -188,5 +197,5 @@ def test_a_broken_folder_is_refused_in_one_line(fault, folder, capsys, monkeypat
 )
 def test_bad_words_are_refused_in_one_line(words, fault, folder, capsys, monkeypatch):
     shutil.copytree(folder, folder.parent / "second")
-    code, line = said(capsys, *words, folder=folder, monkeypatch=monkeypatch)
-    assert code == 1 and fault in line and line.count("\n") == 1
+    code, text = said(capsys, *words, folder=folder, monkeypatch=monkeypatch)
+    assert code == 1 and fault in refusal(text)

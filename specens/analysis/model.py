@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import floats, list_lengths, of_prompts, rows_where
 from specens.analysis.trace import NOT_ASKED, depth_column
 from specens.decoding.costs import CostTable, Points
 from specens.decoding.types import Member
@@ -52,17 +53,17 @@ class CostModel:
         ones by the run's baseline if it has one, each member's drafts, and the host. `first_only`: members after the first that
         had something to say were not asked.
         """
-        wide = steps[steps["num_nodes"] > 0]
-        wide = wide if len(wide) else steps
+        is_wide = floats(steps, "num_nodes") > 0
+        wide = rows_where(steps, is_wide) if is_wide.any() else steps
         verify = _scaled_verify(table, wide)
         # What drafting took beyond the members' own time is the ensemble's, and so the host's.
-        host_ms = float(steps["host_ms"].sum() + steps["draft_ms"].sum() - drafts["draft_ms"].sum()) / len(steps)
-        host_ms = max(host_ms, 0.0)
+        host = floats(steps, "host_ms").sum() + floats(steps, "draft_ms").sum() - floats(drafts, "draft_ms").sum()
+        host_ms = max(float(host) / len(steps), 0.0)
         slope, context = _context_slope(replace(table, verify_ms=verify), wide)
         plain = _plain_step_ms(prompts, slope, context)
         if plain is None:
-            alone = steps[steps["num_nodes"] == 0]
-            plain = float(alone["verify_ms"].mean()) + host_ms if len(alone) >= LEAST_STEPS else None
+            alone = floats(rows_where(steps, ~is_wide), "verify_ms")
+            plain = float(alone.mean()) + host_ms if len(alone) >= LEAST_STEPS else None
         if plain is not None:
             # The baseline's host has less to do; the table knows one host, so that the forward takes the difference.
             verify = ((0, max(plain - host_ms, 1e-6)), *verify[1:])
@@ -72,11 +73,11 @@ class CostModel:
 
     def priced(self, steps: pd.DataFrame) -> pd.DataFrame:
         """draft_s, verify_s and host_s of replayed steps, one row each."""
-        verify = _looked_up(self.table.verify, steps["num_nodes"])
-        verify += self.ms_per_1000_tokens * (steps["context_tokens"].to_numpy() - self.context_tokens) / 1e3
+        verify = _looked_up(self.table.verify, floats(steps, "num_nodes"))
+        verify += self.ms_per_1000_tokens * (floats(steps, "context_tokens") - self.context_tokens) / 1e3
         draft = np.zeros(len(steps))
         for column in steps.columns[steps.columns.str.startswith(depth_column(""))]:
-            depths = steps[column].to_numpy()
+            depths = floats(steps, column)
             cost = partial(self.table.draft, column.removeprefix(depth_column("")))
             draft += np.where(depths == NOT_ASKED, 0.0, _looked_up(cost, np.maximum(depths, 1)))
         return pd.DataFrame(
@@ -114,34 +115,34 @@ def held_out_error(
     """`prediction_error` of models that have not seen what they predict: each half of the prompts by the other half's. None with
     fewer than two prompts.
     """
-    names = replayed["prompt_id"].unique()
+    names = list(dict.fromkeys(replayed["prompt_id"]))
     halves = [names[::2], names[1::2]]
-    if not len(halves[1]):
+    if not halves[1]:
         return None
     predicted = 0.0
     for half, other in (halves, halves[::-1]):
-        seen = [frame[frame["prompt_id"].isin(other)] for frame in (prompts, steps, drafts)]
-        model = CostModel.fitted(table, *seen, first_only=first_only)
-        predicted += model.seconds(replayed[replayed["prompt_id"].isin(half)])
-    return predicted / measured_seconds(steps[steps["prompt_id"].isin(names)]) - 1
+        seen = [of_prompts(frame, other) for frame in (prompts, steps, drafts)]
+        predicted += CostModel.fitted(table, *seen, first_only=first_only).seconds(of_prompts(replayed, half))
+    return predicted / measured_seconds(of_prompts(steps, names)) - 1
 
 
 def measured_seconds(steps: pd.DataFrame) -> float:
     """Seconds of decoding of a run's own steps."""
-    return float(steps[["draft_ms", "verify_ms", "host_ms"]].to_numpy().sum()) / 1e3
+    return float(sum(floats(steps, name).sum() for name in ("draft_ms", "verify_ms", "host_ms"))) / 1e3
 
 
-def _looked_up(cost: Callable[[int], float], counts: pd.Series | np.ndarray) -> np.ndarray:
+def _looked_up(cost: Callable[[int], float], counts: np.ndarray) -> np.ndarray:
     """`cost` of every count; each different one is asked once."""
-    different, place = np.unique(np.asarray(counts), return_inverse=True)
+    different, place = np.unique(counts, return_inverse=True)
     return np.array([cost(int(count)) for count in different])[place]
 
 
 def _scaled_verify(table: CostTable, steps: pd.DataFrame) -> Points:
     """Every width's time, times what the steps nearest to it took over what the table says."""
-    measured, expected = steps["verify_ms"].to_numpy(), _looked_up(table.verify, steps["num_nodes"])
+    num_nodes = floats(steps, "num_nodes")
+    measured, expected = floats(steps, "verify_ms"), _looked_up(table.verify, num_nodes)
     widths = np.array([count for count, _ in table.verify_ms])
-    nearest = np.abs(steps["num_nodes"].to_numpy()[:, None] - widths).argmin(axis=1)
+    nearest = np.abs(num_nodes[:, None] - widths).argmin(axis=1)
     overall = _ratio(measured, expected)
     factors = [
         _ratio(measured[own], expected[own]) if np.count_nonzero(own) >= LEAST_STEPS else overall
@@ -160,15 +161,13 @@ def _context_slope(table: CostTable, steps: pd.DataFrame) -> tuple[float, float]
     """How a forward's milliseconds grow with 1000 tokens of context, and the mean context of the steps. By least squares over
     blocks of steps, of what the table does not explain; 0 unless it is clearly positive.
     """
-    context = steps["context_tokens"].to_numpy(float)
-    rest = steps["verify_ms"].to_numpy() - _looked_up(table.verify, steps["num_nodes"])
+    context = floats(steps, "context_tokens")
     middle = float(context.mean())
-    blocks = pd.DataFrame({"context": context, "rest": rest}).groupby(
-        [steps["prompt_id"].to_numpy(), steps["step"].to_numpy() // BLOCK_STEPS]
-    )
-    weights, means = blocks.size().to_numpy(float), blocks.mean()
-    x = means["context"].to_numpy() - middle
-    y = means["rest"].to_numpy() - np.average(means["rest"], weights=weights)
+    rest = floats(steps, "verify_ms") - _looked_up(table.verify, floats(steps, "num_nodes"))
+    block = pd.MultiIndex.from_arrays([steps["prompt_id"], floats(steps, "step") // BLOCK_STEPS]).factorize()[0]
+    weights = np.bincount(block)
+    x = np.bincount(block, context) / weights - middle
+    y = np.bincount(block, rest) / weights - rest.mean()
     spread = float((weights * x**2).sum())
     if len(x) < 3 or spread == 0:
         return 0.0, middle
@@ -179,25 +178,26 @@ def _context_slope(table: CostTable, steps: pd.DataFrame) -> tuple[float, float]
 
 def _plain_step_ms(prompts: pd.DataFrame, slope: float, context: float) -> float | None:
     """Milliseconds of a whole step of plain decoding at that context, by the run's baseline; None without one."""
-    done = prompts[prompts["baseline_decode_s"].notna() & prompts["baseline_ids"].notna()]
-    if done.empty:
+    seconds, num_tokens = floats(prompts, "baseline_decode_s"), list_lengths(prompts, "baseline_ids")
+    before = list_lengths(prompts, "prompt_ids") + (num_tokens - 1) / 2
+    done = ~np.isnan(seconds + num_tokens)
+    if not num_tokens[done].sum():
         return None
-    num_tokens = done["baseline_ids"].map(len).to_numpy(float)
-    before = done["prompt_ids"].map(len).to_numpy(float) + (num_tokens - 1) / 2
-    ms = 1e3 * float(done["baseline_decode_s"].sum()) / num_tokens.sum()
-    return ms - slope * (float(np.average(before, weights=num_tokens)) - context) / 1e3
+    ms = 1e3 * float(seconds[done].sum() / num_tokens[done].sum())
+    return ms - slope * (float(np.average(before[done], weights=num_tokens[done])) - context) / 1e3
 
 
 def _scaled_drafts(table: CostTable, drafts: pd.DataFrame, *, first_only: bool) -> dict[str, Points]:
     """Each asked member's times by depth, times one factor; the mean time of a member that the table does not have."""
-    asked = drafts[drafts["num_planned"] > 0]
+    is_asked = floats(drafts, "num_planned") > 0
     if first_only:
-        said = drafts.groupby(["prompt_id", "step"], sort=False)["num_drafted"].cumsum() - drafts["num_drafted"]
-        asked = asked[said.loc[asked.index] == 0]
+        said = drafts.groupby(["prompt_id", "step"], sort=False)["num_drafted"].cumsum()
+        is_asked &= np.asarray(said) == floats(drafts, "num_drafted")
+    asked = rows_where(drafts, is_asked)
     scaled: dict[str, Points] = {}
     for name, rows in asked.groupby("drafter", sort=False):
-        depths = np.maximum(np.minimum(rows["num_planned"], rows["num_drafted"]), 1)
-        measured, known = rows["draft_ms"].to_numpy(), table.draft_ms.get(str(name))
+        depths = np.maximum(np.minimum(floats(rows, "num_planned"), floats(rows, "num_drafted")), 1)
+        measured, known = floats(rows, "draft_ms"), table.draft_ms.get(str(name))
         if known:
             factor = _ratio(measured, _looked_up(partial(table.draft, str(name)), depths))
             scaled[str(name)] = tuple((count, ms * factor) for count, ms in known)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from specens.analysis.frames import floats, of_prompts
 from specens.analysis.model import CostModel, held_out_error, measured_seconds, prediction_error
 from specens.analysis.policies import budget_named, compare
 from specens.analysis.replay import replay
@@ -77,10 +78,11 @@ def replay_of(trace: Trace, live: Live) -> pd.DataFrame:
     """The steps of a run with some of the trace's members, by its own budget and cost tables. Under a budget that learns nothing
     they are taken to draft as deep as that run let them, under the others as deep as in the trace.
     """
-    lengths = {}
+    lengths: dict[str, int] = {}
     if isinstance(live.budget, FixedBudget):
-        planned = live.drafts.groupby("drafter", sort=False)["num_planned"].max()
-        lengths = {str(name): int(length) for name, length in planned.items() if length}
+        for name, rows in live.drafts.groupby("drafter", sort=False):
+            planned = int(floats(rows, "num_planned").max())
+            lengths |= {str(name): planned} if planned else {}
     known = live.costs()
     costs = {name: known.get(name, CostTable()) for name in trace.prompt_ids}
     return replay(trace, live.budget, costs, live.members, lengths)
@@ -96,7 +98,7 @@ def compared(trace: Trace, model: CostModel, live: Live, replayed: pd.DataFrame)
     shared = [name for name, begin, end in bounds if own.get(name) == trace.text[begin:end].tolist()]
     if not shared:
         raise UserError(f"{live.name}: has none of the trace's texts; give a run of the same target and prompts")
-    steps, replayed = (frame[frame["prompt_id"].isin(shared)] for frame in (live.steps, replayed))
+    steps, replayed = of_prompts(live.steps, shared), of_prompts(replayed, shared)
     return {
         "run": live.name,
         "team": "+".join(live.members) or PLAIN,

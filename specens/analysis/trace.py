@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import list_lengths, of_prompts, rows_where
 from specens.decoding.types import CLAIM_DIGITS, ROOT, Draft, Member
 from specens.errors import UserError
 
@@ -56,16 +57,16 @@ class Trace:
         Raises UserError when the trace is not one of these prompts, row for row.
         """
         members = _members(meta)
-        done = prompts[prompts["error"].isna() & prompts["output_ids"].map(_length).gt(0)]
+        done = rows_where(prompts, np.asarray(prompts["error"].isna()) & (list_lengths(prompts, "output_ids") > 0))
         ids = [str(name) for name in done["prompt_id"]]
         if not ids:
             raise _fault("no prompt was finished")
         if len(set(ids)) < len(ids):
             raise _fault("a prompt id stands for several prompts: these are the prompts of more than one run")
-        starts = np.concatenate([[0], done["output_ids"].map(_length).to_numpy(np.int64).cumsum()])
-        dense = dense[dense["prompt_id"].isin(ids)]
+        starts = np.concatenate([[0], list_lengths(done, "output_ids").astype(np.int64).cumsum()])
+        dense = of_prompts(dense, ids)
         order = _order(dense, ids, [member.name for member in members], starts)
-        num_prompt = np.repeat(done["prompt_ids"].map(_length).to_numpy(np.int64), np.diff(starts))
+        num_prompt = np.repeat(list_lengths(done, "prompt_ids").astype(np.int64), np.diff(starts))
         context = num_prompt + np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
         wanted = dense["tokens_wanted"].to_numpy(np.int64)[order].reshape(-1, len(members))
         if (wanted < 1).any() or (wanted != wanted[:, :1]).any():
@@ -188,10 +189,6 @@ def steps_frame(
 
 def _fault(what: str) -> UserError:
     return UserError(f"dense trace: {what}; run it again with trace=dense")
-
-
-def _length(ids: Any) -> int:
-    return len(ids) if hasattr(ids, "__len__") else 0
 
 
 def _members(meta: Mapping[str, Any]) -> tuple[Member, ...]:

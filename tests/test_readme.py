@@ -41,6 +41,11 @@ def test_every_audit_command_composes(overrides):
     assert "num_prompts" in compose(overrides, "audit").audit
 
 
+@pytest.mark.parametrize("overrides", commands("replay"), ids=lambda words: " ".join(words)[:60])
+def test_every_replay_command_composes(overrides):
+    assert compose(overrides, "replay").run == "outputs/traced"
+
+
 @pytest.mark.parametrize("overrides", commands("run"), ids=lambda words: " ".join(words)[:60])
 def test_every_command_composes(overrides):
     swept = [[f"{key}={value}" for value in values.split(",")] if "," in values and "[" not in values else [f"{key}={values}"]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import floats, list_lengths, rows_where
+
 DRAFTER_COLUMNS = (
     "drafter",
     "win_rate",
@@ -99,9 +101,9 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
     prompts = prompts.reindex(columns=[*key, *_PROMPT_COLUMNS])
     is_failed = prompts["error"].notna().to_numpy(bool)
-    failed, done = _rows(prompts, is_failed), _rows(prompts, ~is_failed)
+    failed, done = rows_where(prompts, is_failed), rows_where(prompts, ~is_failed)
     steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
-    steps = _rows(steps, ~_is_of(steps, failed, key))
+    steps = rows_where(steps, ~_is_of(steps, failed, key))
     drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
     has_baseline = bool(done["is_identical"].notna().to_numpy().any())
     return {
@@ -149,8 +151,8 @@ def _speed(done: pd.DataFrame) -> dict[str, Any]:
     the same of plain decoding in the same run. `speedup`: the ratio of the two over the prompts that have both, and
     `speedup_interval` its bootstrap interval.
     """
-    own = np.stack([_lengths(done, "output_ids"), _values(done, "decode_s")], axis=1)
-    baseline = np.stack([_lengths(done, "baseline_ids"), _values(done, "baseline_decode_s")], axis=1)
+    own = np.stack([list_lengths(done, "output_ids"), floats(done, "decode_s")], axis=1)
+    baseline = np.stack([list_lengths(done, "baseline_ids"), floats(done, "baseline_decode_s")], axis=1)
     both = _complete(np.concatenate([own, baseline], axis=1))
     return {
         "speedup": _finite(_speed_ratio(both.sum(axis=0))),
@@ -172,7 +174,7 @@ def _acceptance(steps: pd.DataFrame, key: list[str]) -> dict[str, Any]:
         "acceptance_length": _ratio(emitted, num_steps),
         "acceptance_length_interval": _bootstrap(per_prompt, _pooled_ratio),
         "acceptance_rate": _ratio(accepted, verified),
-        "no_win_rate": _ratio(_num_true(_values(steps, "num_accepted") == 0), num_steps),
+        "no_win_rate": _ratio(_num_true(floats(steps, "num_accepted") == 0), num_steps),
         "num_steps": num_steps,
         "num_emitted": emitted,
         "num_verified": verified,
@@ -185,7 +187,7 @@ def _costs(steps: pd.DataFrame) -> dict[str, Any]:
     """`draft_ms_per_step`, `verify_ms_per_step`, `host_ms_per_step`: means over steps. `host_fraction`: host time /
     (draft + verify + host time). `wasted_nodes_per_token`: verified nodes that were not accepted / emitted tokens.
     """
-    times = np.stack([_values(steps, name) for name in ("draft_ms", "verify_ms", "host_ms")], axis=1)
+    times = np.stack([floats(steps, name) for name in ("draft_ms", "verify_ms", "host_ms")], axis=1)
     measured = _complete(times)
     wasted = _sum(steps, "num_nodes") - _sum(steps, "num_accepted")
     return {
@@ -201,7 +203,7 @@ def _by_category(done: pd.DataFrame, steps: pd.DataFrame, key: list[str]) -> dic
     """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second."""
     table: dict[str, dict[str, Any]] = {}
     for name, group in done.groupby("category", sort=False):
-        own = _rows(steps, _is_of(steps, group, key))
+        own = rows_where(steps, _is_of(steps, group, key))
         speed = _speed(group)
         table[str(name)] = {
             "num_prompts": len(group),
@@ -232,10 +234,10 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
     - `draft_ms_per_step`: mean drafting time. `tokens_per_draft_s`: sum of its token shares / its drafting seconds.
       `silent_rate`: share of its steps in which it proposed nothing.
     """
-    matched = _values(rows, "num_matched")
-    accepted = int(np.minimum(matched, _values(rows, "num_accepted")).sum())
+    matched = floats(rows, "num_matched")
+    accepted = int(np.minimum(matched, floats(rows, "num_accepted")).sum())
     verified = _count(rows, "num_verified")
-    share_and_ms = _complete(np.stack([_values(rows, "token_share"), _values(rows, "draft_ms")], axis=1))
+    share_and_ms = _complete(np.stack([floats(rows, "token_share"), floats(rows, "draft_ms")], axis=1))
     tokens, draft_ms = share_and_ms.sum(axis=0)
     return {
         "win_rate": _ratio(_sum(rows, "win"), num_steps),
@@ -243,11 +245,11 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
         "token_share": _ratio(_sum(rows, "token_share"), num_accepted),
         "marginal": _mean(rows, "marginal"),
         "acceptance_rate": _ratio(accepted, verified),
-        "acceptance_by_depth": _acceptance_by_depth(matched, _values(rows, "num_tested")),
+        "acceptance_by_depth": _acceptance_by_depth(matched, floats(rows, "num_tested")),
         "solo_acceptance_length": _ratio(len(rows) + matched.sum(), len(rows)),
         "draft_ms_per_step": _mean(rows, "draft_ms"),
         "tokens_per_draft_s": _ratio(1000 * tokens, draft_ms),
-        "silent_rate": _ratio(_num_true(_values(rows, "num_drafted") == 0), len(rows)),
+        "silent_rate": _ratio(_num_true(floats(rows, "num_drafted") == 0), len(rows)),
         "num_drafted": _count(rows, "num_drafted"),
         "num_verified": verified,
         "num_accepted": accepted,
@@ -301,23 +303,9 @@ def _speed_ratio(totals: np.ndarray) -> np.ndarray:
         return _pooled_ratio(totals[..., :2]) / _pooled_ratio(totals[..., 2:])
 
 
-def _rows(frame: pd.DataFrame, mask: np.ndarray) -> pd.DataFrame:
-    return frame.take(np.flatnonzero(mask))
-
-
 def _is_of(frame: pd.DataFrame, prompts: pd.DataFrame, key: list[str]) -> np.ndarray:
     """Which rows of `frame` belong to one of `prompts`, bool `[num_rows]`."""
     return frame.set_index(key).index.isin(prompts.set_index(key).index)
-
-
-def _values(frame: pd.DataFrame, column: str) -> np.ndarray:
-    """A column of numbers as floats; NaN where it is empty."""
-    return np.asarray(frame[column], dtype=float)
-
-
-def _lengths(frame: pd.DataFrame, column: str) -> np.ndarray:
-    """Lengths of a column of token lists; NaN where there is no list."""
-    return np.array([len(ids) if hasattr(ids, "__len__") else math.nan for ids in frame[column]], dtype=float)
 
 
 def _complete(columns: np.ndarray) -> np.ndarray:
@@ -330,7 +318,7 @@ def _num_true(mask: np.ndarray) -> int:
 
 
 def _sum(frame: pd.DataFrame, column: str) -> float:
-    return float(np.nansum(_values(frame, column)))
+    return float(np.nansum(floats(frame, column)))
 
 
 def _count(frame: pd.DataFrame, column: str) -> int:
@@ -338,7 +326,7 @@ def _count(frame: pd.DataFrame, column: str) -> int:
 
 
 def _mean(frame: pd.DataFrame, column: str) -> float | None:
-    return _ratio(_sum(frame, column), _num_true(~np.isnan(_values(frame, column))))
+    return _ratio(_sum(frame, column), _num_true(~np.isnan(floats(frame, column))))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -99,6 +99,11 @@ class CostTable:
 
 def read_costs(path: str) -> CostTable:
     """The table in a JSON file: a table alone, or the versions of a run's costs.json, of which the last."""
+    return read_versions(path)[-1]
+
+
+def read_versions(path: str) -> tuple[CostTable, ...]:
+    """All versions of a run's costs.json, or the one table in a JSON file."""
     try:
         content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,8 +112,8 @@ def read_costs(path: str) -> CostTable:
         ) from error
     try:
         if isinstance(content, dict) and content.get("versions"):
-            content = content["versions"][-1]["table"]
-        return CostTable.of(content, origin=path)
+            return tuple(CostTable.of(version["table"], origin=path) for version in content["versions"])
+        return (CostTable.of(content, origin=path),)
     except (UserError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"costs {path}: {one_line(error)}; give a JSON file with a cost table") from error
 

@@ -1,0 +1,206 @@
+"""What replayed steps would take: a cost table, corrected by what a run's own steps took.
+
+A step takes the target's forward over its nodes, the draft of every member that was asked, and the host's share. Members
+draft one after another, as in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from specens.analysis.frames import floats, list_lengths, of_prompts, rows_where
+from specens.analysis.trace import NOT_ASKED, depth_column
+from specens.decoding.costs import CostTable, Points
+from specens.decoding.types import Member
+from specens.errors import UserError
+
+LEAST_STEPS = 20
+"""A width's own factor takes so many steps; widths with fewer get that of all."""
+
+BLOCK_STEPS = 32
+"""Steps of one text that are one observation of how time grows with context: neighbours were timed in the same mood."""
+
+CLEARLY = 3.0
+"""Standard errors that the slope must be above zero to be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Milliseconds of a step. `table` holds at `context_tokens`; a forward takes `ms_per_1000_tokens` more for every 1000 tokens
+    of context beyond.
+    """
+
+    table: CostTable
+    ms_per_1000_tokens: float = 0.0
+    context_tokens: float = 0.0
+
+    @classmethod
+    def fitted(
+        cls,
+        table: CostTable,
+        prompts: pd.DataFrame,
+        steps: pd.DataFrame,
+        drafts: pd.DataFrame,
+        *,
+        first_only: bool = False,
+    ) -> CostModel:
+        """The table, corrected by a run's own tables (`records.load`), by totals over totals: forwards by their width, plain
+        ones by the run's baseline if it has one, each member's drafts, and the host. `first_only`: members after the first that
+        had something to say were not asked.
+        """
+        is_wide = floats(steps, "num_nodes") > 0
+        wide = rows_where(steps, is_wide) if is_wide.any() else steps
+        verify = _scaled_verify(table, wide)
+        # What drafting took beyond the members' own time is the ensemble's, and so the host's.
+        host = floats(steps, "host_ms").sum() + floats(steps, "draft_ms").sum() - floats(drafts, "draft_ms").sum()
+        host_ms = max(float(host) / len(steps), 0.0)
+        slope, context = _context_slope(replace(table, verify_ms=verify), wide)
+        plain = _plain_step_ms(prompts, slope, context)
+        if plain is None:
+            alone = floats(rows_where(steps, ~is_wide), "verify_ms")
+            plain = float(alone.mean()) + host_ms if len(alone) >= LEAST_STEPS else None
+        if plain is not None:
+            # The baseline's host has less to do; the table knows one host, so that the forward takes the difference.
+            verify = ((0, max(plain - host_ms, 1e-6)), *verify[1:])
+        draft = {**table.draft_ms, **_scaled_drafts(table, drafts, first_only=first_only)}
+        corrected = CostTable(verify, draft, host_ms, origin=f"{table.origin}, corrected by the run's own steps")
+        return cls(corrected, slope, context)
+
+    def priced(self, steps: pd.DataFrame) -> pd.DataFrame:
+        """draft_s, verify_s and host_s of replayed steps, one row each."""
+        verify = _looked_up(self.table.verify, floats(steps, "num_nodes"))
+        verify += self.ms_per_1000_tokens * (floats(steps, "context_tokens") - self.context_tokens) / 1e3
+        draft = np.zeros(len(steps))
+        for column in steps.columns[steps.columns.str.startswith(depth_column(""))]:
+            depths = floats(steps, column)
+            cost = partial(self.table.draft, column.removeprefix(depth_column("")))
+            draft += np.where(depths == NOT_ASKED, 0.0, _looked_up(cost, np.maximum(depths, 1)))
+        return pd.DataFrame(
+            {"draft_s": draft / 1e3, "verify_s": np.maximum(verify, 0.0) / 1e3, "host_s": self.table.host_ms / 1e3},
+            index=steps.index,
+        )
+
+    def seconds(self, steps: pd.DataFrame) -> float:
+        return float(self.priced(steps).to_numpy().sum())
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Refuse a table that would let somebody draft for nothing."""
+        for member in members:
+            if member.name not in self.table.draft_ms:
+                raise UserError(
+                    f"costs ({self.table.origin}): draft_ms has no member {member.name}, whose drafts would then be free; "
+                    f"add a row, such as {member.name}: [[1, 0.5]]"
+                )
+
+
+def prediction_error(model: CostModel, live: pd.DataFrame, replayed: pd.DataFrame) -> float:
+    """Predicted over measured seconds of decoding, less 1. `live` are a run's steps, `replayed` the same ones by replay."""
+    return model.seconds(replayed) / measured_seconds(live) - 1
+
+
+def held_out_error(
+    table: CostTable,
+    prompts: pd.DataFrame,
+    steps: pd.DataFrame,
+    drafts: pd.DataFrame,
+    replayed: pd.DataFrame,
+    *,
+    first_only: bool = False,
+) -> float | None:
+    """`prediction_error` of models that have not seen what they predict: each half of the prompts by the other half's. None with
+    fewer than two prompts.
+    """
+    names = list(dict.fromkeys(replayed["prompt_id"]))
+    halves = [names[::2], names[1::2]]
+    if not halves[1]:
+        return None
+    predicted = 0.0
+    for half, other in (halves, halves[::-1]):
+        seen = [of_prompts(frame, other) for frame in (prompts, steps, drafts)]
+        predicted += CostModel.fitted(table, *seen, first_only=first_only).seconds(of_prompts(replayed, half))
+    return predicted / measured_seconds(of_prompts(steps, names)) - 1
+
+
+def measured_seconds(steps: pd.DataFrame) -> float:
+    """Seconds of decoding of a run's own steps."""
+    return float(sum(floats(steps, name).sum() for name in ("draft_ms", "verify_ms", "host_ms"))) / 1e3
+
+
+def _looked_up(cost: Callable[[int], float], counts: np.ndarray) -> np.ndarray:
+    """`cost` of every count; each different one is asked once."""
+    different, place = np.unique(counts, return_inverse=True)
+    return np.array([cost(int(count)) for count in different])[place]
+
+
+def _scaled_verify(table: CostTable, steps: pd.DataFrame) -> Points:
+    """Every width's time, times what the steps nearest to it took over what the table says."""
+    num_nodes = floats(steps, "num_nodes")
+    measured, expected = floats(steps, "verify_ms"), _looked_up(table.verify, num_nodes)
+    widths = np.array([count for count, _ in table.verify_ms])
+    nearest = np.abs(num_nodes[:, None] - widths).argmin(axis=1)
+    overall = _ratio(measured, expected)
+    factors = [
+        _ratio(measured[own], expected[own]) if np.count_nonzero(own) >= LEAST_STEPS else overall
+        for own in (nearest == place for place in range(len(widths)))
+    ]
+    return tuple((count, ms * factor) for (count, ms), factor in zip(table.verify_ms, factors, strict=True))
+
+
+def _ratio(measured: np.ndarray, expected: np.ndarray) -> float:
+    """Totals over totals; 1 where nothing was measured."""
+    took, said = float(measured.sum()), float(expected.sum())
+    return took / said if took > 0 and said > 0 else 1.0
+
+
+def _context_slope(table: CostTable, steps: pd.DataFrame) -> tuple[float, float]:
+    """How a forward's milliseconds grow with 1000 tokens of context, and the mean context of the steps. By least squares over
+    blocks of steps, of what the table does not explain; 0 unless it is clearly positive.
+    """
+    context = floats(steps, "context_tokens")
+    middle = float(context.mean())
+    rest = floats(steps, "verify_ms") - _looked_up(table.verify, floats(steps, "num_nodes"))
+    block = pd.MultiIndex.from_arrays([steps["prompt_id"], floats(steps, "step") // BLOCK_STEPS]).factorize()[0]
+    weights = np.bincount(block)
+    x = np.bincount(block, context) / weights - middle
+    y = np.bincount(block, rest) / weights - rest.mean()
+    spread = float((weights * x**2).sum())
+    if len(x) < 3 or spread == 0:
+        return 0.0, middle
+    slope = float((weights * x * y).sum()) / spread
+    error = float(np.sqrt((weights * (y - slope * x) ** 2).sum() / (len(x) - 2) / spread))
+    return (1e3 * slope if slope > CLEARLY * error else 0.0), middle
+
+
+def _plain_step_ms(prompts: pd.DataFrame, slope: float, context: float) -> float | None:
+    """Milliseconds of a whole step of plain decoding at that context, by the run's baseline; None without one."""
+    seconds, num_tokens = floats(prompts, "baseline_decode_s"), list_lengths(prompts, "baseline_ids")
+    before = list_lengths(prompts, "prompt_ids") + (num_tokens - 1) / 2
+    done = ~np.isnan(seconds + num_tokens)
+    if not num_tokens[done].sum():
+        return None
+    ms = 1e3 * float(seconds[done].sum() / num_tokens[done].sum())
+    return ms - slope * (float(np.average(before[done], weights=num_tokens[done])) - context) / 1e3
+
+
+def _scaled_drafts(table: CostTable, drafts: pd.DataFrame, *, first_only: bool) -> dict[str, Points]:
+    """Each asked member's times by depth, times one factor; the mean time of a member that the table does not have."""
+    is_asked = floats(drafts, "num_planned") > 0
+    if first_only:
+        said = drafts.groupby(["prompt_id", "step"], sort=False)["num_drafted"].cumsum()
+        is_asked &= np.asarray(said) == floats(drafts, "num_drafted")
+    asked = rows_where(drafts, is_asked)
+    scaled: dict[str, Points] = {}
+    for name, rows in asked.groupby("drafter", sort=False):
+        depths = np.maximum(np.minimum(floats(rows, "num_planned"), floats(rows, "num_drafted")), 1)
+        measured, known = floats(rows, "draft_ms"), table.draft_ms.get(str(name))
+        if known:
+            factor = _ratio(measured, _looked_up(partial(table.draft, str(name)), depths))
+            scaled[str(name)] = tuple((count, ms * factor) for count, ms in known)
+        else:
+            scaled[str(name)] = ((1, float(measured.mean())),)
+    return scaled

@@ -1,0 +1,273 @@
+"""Replay is the live run, step for step: whoever drafts, under every budget; and what a broken trace gets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import (
+    COSTS,
+    END,
+    Guesser,
+    decode_live,
+    dense_frame,
+    drafts_everywhere,
+    facts,
+    guessers,
+    live_frames,
+    prompts_frame,
+    scripts,
+    trace_of,
+)
+
+from specens.analysis.merged import Merged
+from specens.analysis.replay import play, replay
+from specens.analysis.study import same_steps
+from specens.analysis.trace import NOT_ASKED, Team, Trace
+from specens.decoding.bandit import BanditBudget
+from specens.decoding.budget import FixedBudget
+from specens.decoding.cost_aware import CostAwareBudget
+from specens.decoding.costs import CostTable
+from specens.errors import UserError
+
+TEXTS = scripts()
+MEMBERS = guessers(TEXTS)
+TRACE = trace_of(TEXTS, MEMBERS)
+
+BUDGETS = {
+    "fixed": FixedBudget(),
+    "fixed, 5 nodes": FixedBudget(max_nodes=5),
+    "fixed, 1 node": FixedBudget(max_nodes=1),
+    "fixed, nothing": FixedBudget(max_nodes=0),
+    "priority": FixedBudget(first_only=True),
+    "priority, 3 nodes": FixedBudget(max_nodes=3, first_only=True),
+    "ucb1": BanditBudget(),
+    "thompson, 3 nodes": BanditBudget(max_nodes=3, strategy="thompson", reset="run"),
+    "cost_aware": CostAwareBudget(),
+    "cost_aware, 4 nodes": CostAwareBudget(max_nodes=4),
+    "cost_aware, no guard": CostAwareBudget(guard=False),
+    "cost_aware, remembers": CostAwareBudget(reset="run"),
+}
+
+
+def assert_same(steps: pd.DataFrame, drafts: pd.DataFrame, replayed: pd.DataFrame) -> None:
+    """Every count of a step, and who said something."""
+    found = same_steps(steps, replayed)
+    assert found["num_steps"] == len(replayed) and found["num_different"] == 0, found["first_difference"]
+    for name, rows in drafts.groupby("drafter", sort=False):
+        depths = replayed[f"depth_{name}"].to_numpy()
+        assert ((depths > 0) == (rows["num_drafted"] > 0).to_numpy()).all(), name
+        assert (depths <= rows["num_planned"].to_numpy()).all(), name
+        assert (depths[rows["num_planned"].to_numpy() == 0] == NOT_ASKED).all(), name
+
+
+def positions_of(replayed: pd.DataFrame) -> np.ndarray:
+    """Where its steps begin, among all positions of the trace."""
+    first = np.array([TRACE.starts[TRACE.prompt_ids.index(name)] for name in replayed["prompt_id"]])
+    return first + replayed["position"].to_numpy()
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("name", BUDGETS)
+def test_replay_is_the_live_run_under_every_budget(name):
+    _, steps, drafts = live_frames(TEXTS, MEMBERS, BUDGETS[name])
+    assert_same(steps, drafts, replay(TRACE, BUDGETS[name], COSTS))
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("name", ["fixed", "fixed, 5 nodes", "priority", "ucb1", "cost_aware"])
+@pytest.mark.parametrize("team", [("poor",), ("tree", "chain"), ("model", "poor", "chain"), ()], ids="+".join)
+def test_replay_is_the_live_run_of_another_team_in_another_order(name, team):
+    members = {member: MEMBERS[member] for member in team}
+    _, steps, drafts = live_frames(TEXTS, members, BUDGETS[name])
+    assert_same(steps, drafts, replay(TRACE, BUDGETS[name], COSTS, members=team))
+
+
+def test_the_budgets_above_really_differ():
+    steps = {name: replay(TRACE, budget, COSTS) for name, budget in BUDGETS.items()}
+    assert {mode for frame in steps.values() for mode in frame["mode"]} == {"draft", "probe", "plain"}
+    counts = {name: (len(frame), frame["num_nodes"].sum()) for name, frame in steps.items()}
+    assert len(set(counts.values())) >= len(BUDGETS) - 1, counts  # to remember need not change anything
+    assert counts["fixed, nothing"] == (TRACE.num_positions, 0)
+    is_over = (steps["priority"][["depth_chain", "depth_tree"]] > 0).any(axis=1)
+    assert (steps["priority"].loc[is_over, "depth_poor"] == NOT_ASKED).all() and is_over.any() and not is_over.all()
+
+
+def test_a_model_is_cut_where_it_claims_too_little():
+    replayed = replay(TRACE, BUDGETS["cost_aware"], COSTS)
+    asked = (replayed["depth_model"] > 0).to_numpy()
+    assert (replayed["depth_model"].to_numpy() < TRACE.deepest[positions_of(replayed), 2])[asked].any()
+
+
+def test_costs_may_differ_from_prompt_to_prompt():
+    slow = replace(COSTS, draft_ms={name: tuple((n, 20 * ms) for n, ms in row) for name, row in COSTS.draft_ms.items()})
+    tables = {text.name: (COSTS, slow)[number % 2] for number, text in enumerate(TEXTS)}
+    budget = CostAwareBudget()
+    _, steps, drafts = live_frames(TEXTS, MEMBERS, budget, tables)
+    assert_same(steps, drafts, replay(TRACE, budget, tables))
+    assert same_steps(steps, replay(TRACE, budget, COSTS))["num_different"]
+
+
+@pytest.mark.parametrize("budget", [FixedBudget(), FixedBudget(max_nodes=4), CostAwareBudget()], ids=str)
+def test_shorter_chains_are_those_that_were_drafted_shorter(budget):
+    shorter = {"chain": replace(MEMBERS["chain"], depth=6), "model": MEMBERS["model"]}
+    shorter["chain"].members = (replace(shorter["chain"].members[0], num_draft_tokens=2, num_draft_nodes=2),)
+    _, steps, drafts = live_frames(TEXTS, shorter, budget)
+    assert_same(steps, drafts, replay(TRACE, budget, COSTS, members=("chain", "model"), lengths={"chain": 2}))
+
+
+def test_a_tree_is_cut_at_the_depth_asked_for():
+    replayed = replay(TRACE, FixedBudget(), None, ["tree"], {"tree": 1})
+    assert set(replayed["depth_tree"]) <= {NOT_ASKED, 0, 1} and replayed["num_accepted"].max() == 1
+    trees = [TRACE.drafts[position][1] for position in positions_of(replayed)]
+    firsts = [
+        {token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent < 0} for tree in trees
+    ]
+    assert replayed["num_nodes"].tolist() == list(map(len, firsts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_the_fast_path_is_the_general_one(seed, num_members, num_texts, with_lengths):
+    """All subsets at once from one merge, against the loop's own code."""
+    rng = random.Random(seed)
+    texts = scripts(seed, num_texts)
+    members = {}
+    for number in range(num_members):
+        depth = rng.randrange(1, 6)
+        nodes = depth if rng.random() < 0.5 else rng.randrange(depth, 12)
+        limit = rng.choice([None, 20, 40])
+        members[f"m{number}"] = Guesser(texts, depth, nodes, rng.random(), seed + number, context_limit=limit)
+    trace = trace_of(texts, members)
+    lengths = {name: rng.randrange(1, member.depth + 1) for name, member in members.items()} if with_lengths else None
+    merged, budget = Merged.of(trace, lengths), FixedBudget(max_nodes=10**6)
+    for count in range(num_members + 1):
+        for names in itertools.combinations(members, count):
+            team = Team.of(trace, names, lengths)
+            fast = merged.steps(team, budget.max_nodes)
+            general = play(trace, team, lambda prompt, team=team: budget.begin(team.members, COSTS))
+            pd.testing.assert_frame_equal(fast, general)
+
+
+def test_the_fast_path_steps_back_where_the_budget_would_cut():
+    merged, team = Merged.of(TRACE), Team.of(TRACE)
+    widest = replay(TRACE, FixedBudget(max_nodes=10**6))["num_nodes"].max()
+    assert merged.steps(team, int(widest)) is not None
+    assert merged.steps(team, int(widest) - 1) is None
+    assert merged.steps(team, 0) is None
+
+
+def test_nothing_is_proposed_behind_an_end_of_text():
+    texts = scripts()
+    wrong = Guesser(texts, 3, 3, 0.0, seed=0, silence=0.0)
+    wrong._full = lambda context_ids: replace(  # pyright: ignore[reportAttributeAccessIssue]
+        MEMBERS["poor"]._full(context_ids), token_ids=(END, 5, 5)
+    )
+    replayed = replay(trace_of(texts, {"wrong": wrong}), FixedBudget())
+    may_draft = replayed["depth_wrong"] > 0
+    assert set(replayed.loc[may_draft, "num_nodes"]) == {1} and set(replayed.loc[may_draft, "depth_wrong"]) <= {1, 2, 3}
+
+
+def test_drafts_are_what_the_loop_saw():
+    for position, (_, draft) in enumerate(drafts_everywhere(TEXTS[1], MEMBERS), start=int(TRACE.starts[1])):
+        whole = [node for part in TRACE.drafts[position] for node in zip(part.token_ids, part.claims, strict=True)]
+        assert whole == list(zip(draft.token_ids, draft.claims or [None] * len(draft), strict=True))
+
+
+def test_prompts_that_failed_or_were_not_finished_are_left_out():
+    dense, prompts = dense_frame(TEXTS, MEMBERS), prompts_frame(TEXTS)
+    prompts.loc[1, "error"] = "out of memory"
+    trace = Trace.of(dense, prompts[prompts["prompt_id"] != TEXTS[2].name], facts(MEMBERS))
+    assert trace.prompt_ids == (TEXTS[0].name, TEXTS[3].name)
+    part = replay(TRACE, FixedBudget())
+    part = part[part["prompt_id"].isin(trace.prompt_ids)].reset_index(drop=True)
+    pd.testing.assert_frame_equal(replay(trace, FixedBudget()), part)
+
+
+def _drop(dense: pd.DataFrame, row: int) -> pd.DataFrame:
+    return dense.drop(index=dense.index[row])
+
+
+def _set(dense: pd.DataFrame, column: str, value: Any) -> pd.DataFrame:
+    """With another value in the first row that has a proposal."""
+    changed = dense.copy()
+    changed.at[int(np.argmax(dense["token_ids"].map(len) > 1)), column] = value
+    return changed
+
+
+BROKEN = {
+    "there more than once": lambda dense: pd.concat([dense, dense.iloc[[7]]]),
+    "is missing": lambda dense: _drop(dense, 7),
+    "which is no member": lambda dense: _set(dense, "drafter", "stranger"),
+    "has no position": lambda dense: _set(dense, "position", 10**4),
+    "is larger than it can be": lambda dense: _set(
+        _set(_set(dense, "token_ids", [3] * 11), "parents", [-1] * 11), "claims", [5] * 11
+    ),
+    "before its parent": lambda dense: _set(
+        _set(_set(dense, "token_ids", [3, 3]), "parents", [1, -1]), "claims", [5, 5]
+    ),
+    "parents or claims": lambda dense: _set(dense, "parents", [-1]),
+    "tokens_wanted": lambda dense: _set(dense, "tokens_wanted", 1),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_trace_is_refused_by_its_fault(fault):
+    broken = BROKEN[fault](dense_frame(TEXTS, MEMBERS))
+    with pytest.raises(UserError, match=fault) as refusal:
+        Trace.of(broken, prompts_frame(TEXTS), facts(MEMBERS))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("members", "lengths", "fault"),
+    [
+        (["nobody"], None, "no member 'nobody'"),
+        (["tree", "tree"], None, "twice"),
+        (None, {"nobody": 1}, "no member 'nobody'"),
+        (None, {"chain": 7}, "from 1 to 6"),
+        (None, {"chain": 0}, "from 1 to 6"),
+        (None, {"chain": 2.5}, "from 1 to 6"),
+    ],
+)
+def test_what_was_not_traced_cannot_be_replayed(members, lengths, fault):
+    with pytest.raises(UserError, match=fault):
+        replay(TRACE, FixedBudget(), COSTS, members, lengths)
+
+
+def test_other_faults_of_a_run_are_named():
+    dense, prompts = dense_frame(TEXTS, MEMBERS), prompts_frame(TEXTS)
+    with pytest.raises(UserError, match="more than one"):
+        Trace.of(dense, pd.concat([prompts, prompts]), facts(MEMBERS))
+    with pytest.raises(UserError, match="no prompt was finished"):
+        Trace.of(dense, prompts.assign(error="failed"), facts(MEMBERS))
+    with pytest.raises(UserError, match="who drafted"):
+        Trace.of(dense, prompts, {**facts(MEMBERS), "members": [{"name": "chain"}]})
+    with pytest.raises(UserError, match="no drafter"):
+        Trace.of(dense, prompts, {**facts(MEMBERS), "members": []})
+
+
+def test_same_steps_names_the_first_difference():
+    _, steps, _ = live_frames(TEXTS, MEMBERS, FixedBudget())
+    replayed = replay(TRACE, FixedBudget())
+    changed = replayed.copy()
+    changed.loc[5, "num_nodes"] += 1
+    found = same_steps(steps, changed)
+    assert found["num_different"] == 1 and f"step {changed.loc[5, 'step']}" in found["first_difference"]
+    assert same_steps(steps, replayed.iloc[:-1])["num_different"] == 1
+    assert same_steps(steps.iloc[:-2], replayed)["num_different"] == 2
+
+
+def test_without_costs_every_step_is_taken_to_cost_the_same():
+    budget = CostAwareBudget()
+    members = {"chain": MEMBERS["chain"]}
+    done = decode_live(TEXTS, members, budget, {text.name: CostTable() for text in TEXTS})
+    replayed = replay(TRACE, budget, None, ["chain"])
+    assert len(replayed) == sum(len(steps) for _, steps in done)

@@ -1,0 +1,331 @@
+"""What teams, members and policies are worth, by replay; and what a step costs, by the model."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from traces import COSTS, Guesser, decode_live, guessers, live_frames, scripts, trace_of
+
+from specens.analysis.merged import Merged
+from specens.analysis.model import CostModel, held_out_error, measured_seconds, prediction_error
+from specens.analysis.policies import BUDGETS, POLICIES, ChooseOne, budget_named, choose_one, compare, union
+from specens.analysis.replay import replay
+from specens.analysis.teams import (
+    MAX_MEMBERS,
+    PLAIN,
+    TOTALS,
+    Teams,
+    member_values,
+    overlap,
+    prompt_totals,
+    rescue,
+    subset_table,
+)
+from specens.analysis.trace import NOT_ASKED
+from specens.decoding.bandit import BanditBudget
+from specens.decoding.budget import FixedBudget, PlanContext
+from specens.decoding.cost_aware import CostAwareBudget
+from specens.decoding.costs import CostTable
+from specens.decoding.types import Member
+from specens.errors import UserError
+
+TEXTS = scripts()
+MEMBERS = guessers(TEXTS)
+TRACE = trace_of(TEXTS, MEMBERS)
+MODEL = CostModel(COSTS)
+TEAMS = Teams.of(TRACE, MODEL, FixedBudget())
+
+
+def twins() -> tuple[Teams, dict[str, Guesser]]:
+    """Two drafters that say the same, and a third."""
+    members = {"one": MEMBERS["chain"], "other": replace(MEMBERS["tree"]), "copy": replace(MEMBERS["chain"])}
+    costs = replace(
+        COSTS, draft_ms={"one": COSTS.draft_ms["chain"], "copy": COSTS.draft_ms["chain"], "other": ((1, 0.5),)}
+    )
+    return Teams.of(trace_of(TEXTS, members), CostModel(costs)), members
+
+
+def test_the_table_has_every_team_once_and_plain_decoding_first():
+    table = TEAMS.table()
+    assert len(table) == 2 ** len(MEMBERS) and table["team"].is_unique
+    first = table.iloc[0]
+    assert first["team"] == PLAIN and first["num_members"] == 0 and first["calls"] == TRACE.num_positions
+    assert first["speedup"] == 1 and first["acceptance_length"] == 1
+    assert first["seconds"] == pytest.approx(TRACE.num_positions * COSTS.plain() / 1e3)
+    assert "chain+model" in set(table["team"]) and table["num_members"].max() == len(MEMBERS)
+    assert np.allclose(table["seconds"], table["draft_s"] + table["verify_s"] + table["host_s"])
+    assert np.allclose(table["acceptance_length"] * table["calls"], TRACE.num_positions)
+
+
+@pytest.mark.parametrize("max_nodes", [64, 5])
+def test_every_row_is_what_that_team_really_did(max_nodes):
+    budget = FixedBudget(max_nodes=max_nodes)
+    table = subset_table(TRACE, MODEL, budget).set_index("team")
+    for count in range(len(MEMBERS) + 1):
+        for names in itertools.combinations(MEMBERS, count):
+            done = [step for _, steps in decode_live(TEXTS, {n: MEMBERS[n] for n in names}, budget) for step in steps]
+            row = table.loc["+".join(names) or PLAIN]
+            assert row["calls"] == len(done)
+            assert row["num_accepted"] == sum(step.num_accepted for step in done)
+            assert row["num_nodes"] == sum(step.num_nodes for step in done)
+
+
+@pytest.mark.parametrize("budget", [CostAwareBudget(), BanditBudget(), FixedBudget(first_only=True)], ids=str)
+def test_teams_can_be_compared_under_any_budget(budget):
+    table = subset_table(TRACE, MODEL, budget).set_index("team")
+    steps = replay(TRACE, budget, COSTS, ["tree", "poor"])
+    assert table.loc["tree+poor", "calls"] == len(steps)
+    assert table.loc["tree+poor", "seconds"] == pytest.approx(MODEL.seconds(steps))
+
+
+def test_values_add_up_to_what_all_save():
+    values = TEAMS.values()
+    for unit, taken in (("calls", TEAMS.calls), ("s", TEAMS.seconds)):
+        assert values[f"shapley_{unit}"].sum() == pytest.approx(taken[0].sum() - taken[-1].sum())
+        without = {name: taken[len(taken) - 1 - (1 << place)].sum() for place, name in enumerate(MEMBERS)}
+        expected = [without[name] - taken[-1].sum() for name in values["member"]]
+        assert values[f"leave_one_out_{unit}"].tolist() == pytest.approx(expected)
+        for kind in ("leave_one_out", "shapley"):
+            key = f"{kind}_{unit}"
+            assert (values[f"{key}_low"] <= values[key] + 1e-9).all() and (
+                values[key] <= values[f"{key}_high"] + 1e-9
+            ).all()
+    assert (values["shapley_calls"] >= 0).all(), "one more proposal never makes more steps, by itself"
+    assert values.set_index("member").loc["poor", "shapley_s"] < 0, "it costs more than it gives"
+
+
+def test_shapley_is_the_mean_over_all_orders():
+    calls = TEAMS.calls.sum(axis=1)
+    orders = list(itertools.permutations(range(len(MEMBERS))))
+    added = np.zeros(len(MEMBERS))
+    for order in orders:
+        team = 0
+        for place in order:
+            added[place] += calls[team] - calls[team | 1 << place]
+            team |= 1 << place
+    assert TEAMS.values()["shapley_calls"].tolist() == pytest.approx((added / len(orders)).tolist())
+
+
+def test_twins_are_worth_the_same_and_nothing_beside_each_other():
+    values = twins()[0].values().set_index("member")
+    for column in values.columns:
+        assert values.loc["one", column] == pytest.approx(values.loc["copy", column])
+    assert values.loc["one", "leave_one_out_calls"] == 0 and values.loc["one", "leave_one_out_s"] < 0
+    assert values.loc["one", "shapley_calls"] > 0
+
+
+def test_values_know_no_interval_of_one_prompt():
+    members = {"chain": MEMBERS["chain"]}
+    values = member_values(trace_of(TEXTS[:1], members), MODEL)
+    assert values["shapley_calls_low"].isna().all() and values["shapley_calls"].notna().all()
+
+
+def test_more_members_than_can_be_compared_are_refused():
+    many = {f"m{number}": MEMBERS["poor"] for number in range(MAX_MEMBERS + 1)}
+    with pytest.raises(UserError, match="2048 teams"):
+        Teams.of(trace_of(TEXTS[3:], many), CostModel(CostTable()))
+
+
+def test_overlap_and_rescue_count_positions():
+    together, saved = overlap(TRACE), rescue(TRACE)
+    right = {
+        name: [bool(draft[place].token_ids) and TRACE.text[at] in firsts(draft[place]) for at, draft in drafting()]
+        for place, name in enumerate(MEMBERS)
+    }
+    for a, b in itertools.product(MEMBERS, MEMBERS):
+        both = np.mean([x and y for x, y in zip(right[a], right[b], strict=True)])
+        wrong = [x for x, y in zip(right[a], right[b], strict=True) if not y]
+        assert together.loc[a, b] == pytest.approx(both)
+        assert saved.loc[a, b] == pytest.approx(np.mean(wrong))
+    assert all(saved.loc[name, name] == 0 for name in MEMBERS)
+
+
+def drafting():
+    return [(at, drafts) for at, drafts in enumerate(TRACE.drafts) if TRACE.tokens_wanted[at] > 1]
+
+
+def firsts(draft) -> set[int]:
+    return {token for token, parent in zip(draft.token_ids, draft.parents, strict=True) if parent < 0}
+
+
+def test_nobody_rescues_who_is_never_wrong():
+    sure = {"sure": Guesser(TEXTS, 4, 4, 1.0, seed=0, silence=0.0), "poor": MEMBERS["poor"]}
+    shares = rescue(trace_of(TEXTS, sure))
+    assert shares["sure"].isna().all() and shares.loc["sure", "poor"] == 1
+
+
+def test_regret_is_against_the_best_team():
+    best = TEAMS.seconds.sum(axis=1).argmin()
+    assert TEAMS.regret(TEAMS.seconds[best])["regret"] == pytest.approx(0)
+    each = TEAMS.seconds.min(axis=0)
+    assert TEAMS.regret(each)["regret_by_prompt"] == pytest.approx(0) and TEAMS.regret(each)["regret"] <= 0
+    assert TEAMS.regret(2 * each)["regret_by_prompt"] == pytest.approx(1)
+
+
+def test_policies_are_what_they_are_called():
+    table = compare(TRACE, MODEL, TEAMS, 64).set_index("policy")
+    assert list(table.index) == list(POLICIES)
+    for name in BUDGETS:
+        steps = replay(TRACE, budget_named(name), COSTS)
+        assert table.loc[name, "calls"] == len(steps) and table.loc[name, "seconds"] == pytest.approx(
+            MODEL.seconds(steps)
+        )
+    singles = [TEAMS.seconds[1 << place].sum() for place in range(len(MEMBERS))]
+    assert table.loc["best_alone", "seconds"] <= min(singles)
+    assert table.loc["union", "calls"] == TEAMS.calls[-1].sum() <= table["calls"].min()
+    assert table.loc["union", "seconds"] == pytest.approx(table.loc["union", "calls"] * COSTS.plain() / 1e3)
+    assert table.loc["union", "tokens_per_s"] == table["tokens_per_s"].max()
+    assert "ceiling" in table.loc["union", "note"] and "hindsight" in table.loc["best_alone", "note"]
+
+
+def test_the_union_is_what_a_budget_without_limits_does():
+    steps = replay(TRACE, FixedBudget(max_nodes=10**6))
+    assert len(union(TRACE)) == len(steps) and union(TRACE)["num_emitted"].tolist() == steps["num_emitted"].tolist()
+
+
+def test_choose_one_lets_one_draft_and_settles_on_the_best():
+    steps = choose_one(TRACE, MODEL, 64)
+    asked = pd.DataFrame({name: steps[f"depth_{name}"] != NOT_ASKED for name in MEMBERS})
+    assert asked.sum(axis=1).max() == 1 and asked["chain"].mean() > 0.5
+    assert (steps["num_nodes"] <= steps.filter(like="depth_").max(axis=1).clip(lower=0) * 10).all()
+    assert choose_one(TRACE, MODEL, 2)["num_nodes"].max() == 2
+
+
+def test_choose_one_knows_nothing_before_the_text_is_there():
+    members = (Member("a", 4, 4), Member("b", 4, 4))
+    tokens = np.ones((9, 3), int)
+    tokens[0, 1] = 5  # known when five tokens have come
+    policy = ChooseOne(10, tokens, np.ones((9, 3)), 64)
+    depths = {at: policy.plan(PlanContext(members, 10 + at, 20)).members[1].num_tokens for at in (0, 1, 4, 5, 6)}
+    assert depths == {0: 0, 1: 0, 4: 0, 5: 4, 6: 4}
+
+
+def test_unknown_policies_and_options_are_refused():
+    with pytest.raises(UserError, match="choose one of fixed, priority"):
+        budget_named("greedy")
+    with pytest.raises(UserError, match="policy=fixed"):
+        budget_named("fixed", {"guard": True})
+    assert budget_named("cost_aware", {"max_nodes": 7, "costs": "gone.json"}) == CostAwareBudget(max_nodes=7)
+
+
+def test_totals_are_sums_of_steps():
+    steps = replay(TRACE, FixedBudget())
+    totals = prompt_totals(steps, MODEL)
+    assert totals.shape == (len(TEXTS), len(TOTALS))
+    assert totals[:, 0].tolist() == steps.groupby("prompt_id", sort=False).size().tolist()
+    assert totals[:, 4:].sum() == pytest.approx(MODEL.seconds(steps))
+
+
+# The cost model
+
+
+def test_a_step_costs_its_nodes_its_drafts_and_its_host():
+    steps = pd.DataFrame(
+        {
+            "num_nodes": [0, 8, 5],
+            "context_tokens": [100, 1100, 100],
+            "depth_chain": [NOT_ASKED, 6, 0],
+            "depth_poor": [-1, 1, -1],
+        }
+    )
+    priced = CostModel(COSTS, ms_per_1000_tokens=2.0, context_tokens=100).priced(steps)
+    assert priced["verify_s"].tolist() == pytest.approx([0.010, 0.017, 0.013])
+    assert priced["draft_s"].tolist() == pytest.approx([0.0, 0.0043, 0.0002]), "who was asked and silent looked, too"
+    assert priced["host_s"].tolist() == pytest.approx([0.0005] * 3)
+
+
+def timed(noise: float = 0.0, slope: float = 0.0, seed: int = 0):
+    """A run whose steps take what a model says, twice what the table says, and some noise; and what the model is."""
+    rng = np.random.default_rng(seed)
+    truth = replace(
+        COSTS,
+        verify_ms=tuple((count, 2 * ms) for count, ms in COSTS.verify_ms),
+        draft_ms={name: tuple((count, 3 * ms) for count, ms in row) for name, row in COSTS.draft_ms.items()},
+        host_ms=0.7,
+    )
+    prompts, steps, drafts = live_frames(TEXTS, MEMBERS, FixedBudget())
+    steps["context_tokens"] = 100 * steps["context_tokens"]
+    replayed = replay(TRACE, FixedBudget()).assign(context_tokens=steps["context_tokens"].to_numpy())
+    model = CostModel(truth, slope, float(steps.loc[steps["num_nodes"] > 0, "context_tokens"].mean()))
+    steps["verify_ms"] = 1e3 * model.priced(replayed)["verify_s"].to_numpy() + noise * rng.standard_normal(len(steps))
+    steps["host_ms"] = 0.7
+    depths = np.maximum(np.minimum(drafts["num_planned"], drafts["num_drafted"]), 1)
+    asked = drafts["num_planned"] > 0
+    drafts["draft_ms"] = [
+        truth.draft(name, depth) for name, depth in zip(drafts["drafter"], depths, strict=True)
+    ] * asked
+    totals = drafts.groupby(["prompt_id", "step"], sort=False)["draft_ms"].sum().to_numpy()
+    steps["draft_ms"] = totals
+    return prompts, steps, drafts, replayed, model
+
+
+def test_the_fit_finds_what_a_run_took():
+    prompts, steps, drafts, replayed, truth = timed()
+    model = CostModel.fitted(COSTS, prompts, steps, drafts)
+    for nodes in (2, 5, 8, 20):
+        assert model.table.verify(nodes) == pytest.approx(truth.table.verify(nodes))
+    assert {name: model.table.draft(name, 3) for name in MEMBERS} == pytest.approx(
+        {name: truth.table.draft(name, 3) for name in MEMBERS}
+    )
+    assert model.table.host_ms == pytest.approx(0.7) and model.ms_per_1000_tokens == 0
+    assert prediction_error(model, steps, replayed) == pytest.approx(0, abs=0.02)
+    assert held_out_error(COSTS, prompts, steps, drafts, replayed) == pytest.approx(0, abs=0.05)
+
+
+def test_the_baseline_says_what_plain_decoding_takes():
+    prompts, steps, drafts, _, _ = timed()
+    prompts["baseline_ids"] = prompts["output_ids"]
+    prompts["baseline_decode_s"] = 0.018 * prompts["output_ids"].map(len)
+    model = CostModel.fitted(COSTS, prompts, steps, drafts)
+    assert model.table.plain() == pytest.approx(18.0)
+    assert model.table.verify(2) == pytest.approx(2 * COSTS.verify(2)), "wider forwards are the run's own"
+
+
+@pytest.mark.parametrize(("slope", "noise", "is_believed"), [(3.0, 0.1, True), (0.0, 3.0, False), (-3.0, 0.1, False)])
+def test_context_costs_what_it_clearly_costs(slope, noise, is_believed):
+    prompts, steps, drafts, replayed, _ = timed(noise, slope)
+    model = CostModel.fitted(COSTS, prompts, steps, drafts)
+    if is_believed:
+        assert model.ms_per_1000_tokens == pytest.approx(slope, rel=0.3)
+        assert prediction_error(model, steps, replayed) == pytest.approx(0, abs=0.05)
+    else:
+        assert model.ms_per_1000_tokens == 0
+
+
+def test_members_that_priority_passes_over_do_not_make_drafting_cheap():
+    prompts, steps, drafts, _, truth = timed()
+    spoke = drafts.groupby(["prompt_id", "step"], sort=False)["num_drafted"].cumsum() - drafts["num_drafted"] > 0
+    drafts.loc[spoke, ["num_drafted", "draft_ms"]] = 0
+    model = CostModel.fitted(COSTS, prompts, steps, drafts, first_only=True)
+    assert model.table.draft("tree", 3) == pytest.approx(truth.table.draft("tree", 3))
+    assert CostModel.fitted(COSTS, prompts, steps, drafts).table.draft("tree", 3) < truth.table.draft("tree", 3)
+
+
+def test_a_member_that_the_table_lacks_is_measured_or_refused():
+    prompts, steps, drafts, _, truth = timed()
+    lacking = replace(
+        COSTS, draft_ms={name: row for name, row in COSTS.draft_ms.items() if name != "poor"}, origin="gpu.json"
+    )
+    model = CostModel.fitted(lacking, prompts, steps, drafts)
+    assert model.table.draft("poor", 1) == pytest.approx(truth.table.draft("poor", 1))
+    with pytest.raises(UserError, match=r"gpu\.json.*poor"):
+        CostModel(lacking).check(TRACE.members)
+    MODEL.check(TRACE.members)
+
+
+def test_one_half_cannot_be_held_out_of_one_prompt():
+    prompts, steps, drafts, replayed, _ = timed()
+    first = TEXTS[0].name
+    alone = [frame[frame["prompt_id"] == first] for frame in (prompts, steps, drafts, replayed)]
+    assert held_out_error(COSTS, *alone) is None
+    assert measured_seconds(steps) == pytest.approx(steps[["draft_ms", "verify_ms", "host_ms"]].sum().sum() / 1e3)
+
+
+def test_merged_trees_have_the_nodes_of_their_owners():
+    merged = Merged.of(TRACE)
+    assert merged.owners.min() > 0 and merged.owners.max() < 1 << len(MEMBERS)
+    assert len(merged.position) < len(TRACE.token_ids), "equal nodes became one"

@@ -260,7 +260,8 @@ class Session:
                     speculator.complete(prompt.token_ids, config, seed=self.job.sampling.seed, prompt_key=prompt.id)
             except Exception:  # it fails again, by name, when its turn comes
                 continue
-            return
+            break
+        self.drafted.forget()  # the run is what its records say, and replay begins where they do
 
     def _prompt(self, question: Question, answers: Sequence[str]) -> Prompt:
         assert self.target.tokenizer is not None

@@ -101,6 +101,10 @@ class Speculator:
         decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
         return Completion(output_ids, str(steps[-1].finish_reason), tuple(steps), prefill_s, decode_s)
 
+    def forget(self) -> None:
+        """Begin anew with what a budget has learned from one prompt for the next; costs stay known."""
+        self._policy = None
+
     def known_costs(self, prompt_ids: Sequence[int]) -> CostTable:
         """The cost table in force; measured now if the budget wants one and there is none."""
         if self.costs is None and self.wants_costs:

@@ -11,7 +11,8 @@ for name in ("torch", "transformers", "wandb", "hydra", "bitsandbytes", "matplot
     sys.modules[name] = None  # importing it now fails
 import specens
 assert not {"pandas", "pyarrow", "numpy"} & set(sys.modules), "import specens must be instant"
-import specens.analysis.metrics, specens.analysis.html, specens.analysis.plots, specens.analysis.sweeps, specens.analysis.whatif
+import specens.analysis.metrics, specens.analysis.html, specens.analysis.plots, specens.analysis.sweeps
+import specens.analysis.team_plots, specens.analysis.whatif
 import specens.decoding.budget, specens.decoding.types, specens.records
 specens.load
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,19 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def executed(path: Path, num_cells: int | None = None) -> Any:
+def executed(path: Path, num_cells: int | None = None, **options: Any) -> Any:
     """The notebook with the outputs of its cells (or of the first `num_cells`), executed as Jupyter does, in its own folder."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = notebook.cells[:num_cells]
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    resources = {"metadata": {"path": str(FOLDER)}}
+    nbclient.NotebookClient(notebook, timeout=120, resources=resources, **options).execute()
     return notebook
 
 
-def failure(path: Path) -> str:
-    """What a reader sees where the first code cell fails."""
-    with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
-        executed(path, num_cells=2)
-    return caught.value.traceback
+def failure(path: Path) -> list[str]:
+    """What a reader sees below the first code cell, which fails: lines."""
+    (output,) = code_cells(executed(path, num_cells=2, allow_errors=True))[0].outputs
+    return "\n".join(output.traceback).splitlines()
 
 
 def test_there_are_four():
@@ -82,9 +83,16 @@ def test_every_cell_answers_with_a_figure_or_a_table(path: Path):
 def test_a_notebook_says_in_one_line_which_folder_it_looked_for(path: Path, tmp_path: Path, monkeypatch):
     for variable in ("SPECENS_RUN", "SPECENS_SWEEP"):
         monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
-    (line,) = (line for line in failure(path).splitlines() if "UserError" in line)
-    assert str(tmp_path / "nowhere") in line
-    assert "Traceback" not in failure(path)
+    (line,) = failure(path)
+    assert line.startswith("UserError: ") and str(tmp_path / "nowhere") in line
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name[:2] in ("02", "04")], ids=by_name)
+def test_a_run_without_a_dense_trace_is_named_with_the_way_to_make_one(path: Path, tmp_path: Path, monkeypatch):
+    shutil.copytree(DATA / "run", tmp_path / "run", ignore=shutil.ignore_patterns("dense.parquet"))
+    monkeypatch.setenv("SPECENS_RUN", str(tmp_path / "run"))
+    (line,) = failure(path)
+    assert str(tmp_path / "run") in line and "trace=dense" in line
 
 
 def committed() -> Iterator[tuple[Path, str]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specens.analysis import plots
+from specens.analysis import canvas, plots, team_plots
 from specens.decoding.costs import CostTable
 from specens.errors import UserError
 
@@ -90,15 +90,15 @@ FIGURES = {
     "share_against_time": lambda: plots.share_against_time(SUMMARY),
     "acceptance_by_depth": lambda: plots.acceptance_by_depth(SUMMARY),
     "by_category": lambda: plots.by_category(SUMMARY),
-    "teams": lambda: plots.teams(team_table()),
-    "member_values": lambda: plots.member_values(member_values()),
-    "over_width_price": lambda: plots.over_width_price(width_prices()),
-    "what_if": lambda: plots.what_if({"measured": team_table(), "modelled: GPU": team_table("heads")}),
-    "pairs": lambda: plots.pairs(SQUARE, "Right together", rows="right", columns="also right"),
+    "teams": lambda: team_plots.teams(team_table()),
+    "member_values": lambda: team_plots.member_values(member_values()),
+    "over_width_price": lambda: team_plots.over_width_price(width_prices()),
+    "what_if": lambda: team_plots.what_if({"measured": team_table(), "modelled: GPU": team_table("heads")}),
+    "pairs": lambda: team_plots.pairs(SQUARE, "Right together", rows="right", columns="also right"),
     "sweep": lambda: plots.sweep(sweep_table(), "budget.max_nodes", ["tokens_per_s"], by=["layout"]),
     "sweep_words": lambda: plots.sweep(sweep_table(), "layout", ["acceptance_length"], by=["budget.max_nodes"]),
     "sweep_drafters": lambda: plots.sweep_drafters(sweep_drafters(), "budget.max_nodes", "token_share"),
-    "forward_times": lambda: plots.forward_times({"measured": COSTS}),
+    "forward_times": lambda: team_plots.forward_times({"measured": COSTS}),
 }
 
 
@@ -115,7 +115,7 @@ def texts(figure: Figure) -> str:
 def test_a_figure_is_drawn_with_title_and_labelled_axes_at_notebook_width(name: str):
     figure = FIGURES[name]()
     assert texts(figure)  # a layout that does not fit would warn, and a warning is an error
-    assert figure.get_suptitle() and figure.get_figwidth() == plots.WIDTH
+    assert figure.get_suptitle() and figure.get_figwidth() == canvas.WIDTH
     assert any(axes.get_xlabel() for axes in figure.axes)
     for axes in figure.axes:
         assert axes.get_xlabel() or axes.get_ylabel() or axes.get_xticklabels()
@@ -158,7 +158,7 @@ def test_categories_without_a_baseline_show_tokens_per_second():
 
 
 def test_the_fastest_team_is_at_the_top_and_its_members_are_marked():
-    figure = plots.teams(team_table(), most=3)
+    figure = team_plots.teams(team_table(), most=3)
     matrix, dots = figure.axes
     speeds = dots.collections[-1].get_offsets()[:, 0].tolist()  # pyright: ignore
     assert speeds == [28.0, 28.0, 29.0]  # ngram alone last, at the top
@@ -171,8 +171,13 @@ def test_the_fastest_team_is_at_the_top_and_its_members_are_marked():
     assert (0, 2) in filled and {column for column, row in filled if row == 2} == {0}
 
 
+def test_a_figure_of_some_teams_does_not_claim_to_show_all():
+    assert "every team" in team_plots.teams(team_table()).get_suptitle()
+    assert "the 3 fastest teams" in team_plots.teams(team_table(), most=3).get_suptitle()
+
+
 def test_what_if_compares_the_same_team_in_one_row():
-    axes = plots.what_if({"measured": team_table(), "modelled: GPU": team_table("heads")}).axes[1]
+    axes = team_plots.what_if({"measured": team_table(), "modelled: GPU": team_table("heads")}).axes[1]
     first, second = ([float(x) for x in line.get_xdata()] for line in axes.lines[:2])
     assert first == sorted(first) and first[-1] == pytest.approx(29 / 20)
     assert second[-1] == pytest.approx(19 / 20)  # ngram alone: without the heads it is the other table's loser
@@ -210,10 +215,12 @@ def test_a_ninth_drafter_repeats_a_colour_and_no_marker_is_missing():
     many = {f"d{index}": drafter(0.1) for index in range(9)}
     figure = plots.acceptance_by_depth({"drafters": many})
     assert len(figure.axes[0].lines) == 9
-    assert plots.colours(many)["d8"] == plots.colours(many)["d0"] != plots.colours(many)["d1"]
+    assert canvas.colours(many)["d8"] == canvas.colours(many)["d0"] != canvas.colours(many)["d1"]
 
 
-@pytest.mark.parametrize("draw", [plots.win_rates, plots.share_against_time, plots.acceptance_by_depth, plots.by_category])
+@pytest.mark.parametrize(
+    "draw", [plots.win_rates, plots.share_against_time, plots.acceptance_by_depth, plots.by_category]
+)
 def test_nothing_to_draw_is_one_clear_line(draw):
     with pytest.raises(UserError, match="nothing to compare"):
         draw({"drafters": {}, "no_win_rate": None, "by_category": {}})

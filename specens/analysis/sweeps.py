@@ -69,8 +69,8 @@ def _row(summary: Mapping[str, Any], swept: Sequence[str]) -> dict[str, Any]:
 
 def _sorted(table: pd.DataFrame, swept: Sequence[str]) -> pd.DataFrame:
     for word in swept:
-        numbers = pd.to_numeric(table[word], errors="coerce")
-        if not numbers.isna().any():
+        numbers = pd.Series(pd.to_numeric(table[word], errors="coerce"))
+        if numbers.notna().to_numpy().all():
             table[word] = numbers
     return table.sort_values(list(swept), kind="stable", ignore_index=True)
 

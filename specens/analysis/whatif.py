@@ -18,8 +18,8 @@ WIDTHS = (4, 16, 64)
 
 
 def prices(tables: Mapping[str, CostTable]) -> pd.DataFrame:
-    """One column per cost table: milliseconds of a plain forward (`plain_ms`); then, in plain forwards, what a forward over `WIDTHS`
-    nodes adds and what each member's longest known draft takes.
+    """One column per cost table: milliseconds of a plain forward (`plain_ms`); then, in plain forwards, what `WIDTHS` nodes more
+    add to it and what each member's longest known draft takes.
     """
     columns = {}
     for label, table in tables.items():

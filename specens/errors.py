@@ -8,6 +8,10 @@ import math
 class UserError(ValueError):
     """Bad input: the message says what is wrong, where, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook prints instead of a traceback (IPython asks for this name)."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def check_count(option: str, value: object, least: int = 1) -> None:
     """UserError unless `value` is a whole number, `least` or more."""

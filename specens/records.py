@@ -234,7 +234,9 @@ class RunWriter:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run or several merged ones. The tables have the columns of `SCHEMAS` and `run`; every summary has `run` too."""
+    """One run or several merged ones. The tables have the columns of `SCHEMAS` and `run`. Every summary has `run` too, and
+    `words`: what the command line gave this job, `{"layout": "tree"}` (a sweep's jobs differ in them), empty if unknown.
+    """
 
     folders: tuple[Path, ...]
     prompts: pd.DataFrame
@@ -279,7 +281,7 @@ def load(*folders: Path | str) -> Run:
     for path, run in _with_unique_runs(found):
         try:
             if path.name == SUMMARY_NAME:
-                summaries.append({"run": run, **_read_summary(path)})
+                summaries.append({"run": run, "words": _words(path.parent), **_read_summary(path)})
             else:
                 table = _read_table(path)
                 tables[path.stem].append(table.append_column("run", pa.array([run] * len(table), pa.string())))
@@ -324,6 +326,20 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise ValueError("not the summary of a specens run")
     _check_version(content["schema_version"])
     return content
+
+
+def _words(folder: Path) -> dict[str, str]:
+    """The words of the job, as Hydra wrote them into its folder. Raises ValueError when its file cannot be read."""
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.exists():
+        return {}
+    import yaml  # comes with Hydra; a run that was made otherwise is read without it
+
+    try:
+        words = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {key: value for key, _, value in (word.partition("=") for word in words or [])}
+    except (yaml.YAMLError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.relative_to(folder)} is not a list of words: {one_line(error)}") from error
 
 
 def _check_version(version: Any) -> None:

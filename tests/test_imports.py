@@ -7,11 +7,13 @@ import sys
 
 CODE = """
 import sys
-for name in ("torch", "transformers", "wandb", "hydra", "bitsandbytes"):
+for name in ("torch", "transformers", "wandb", "hydra", "bitsandbytes", "matplotlib"):
     sys.modules[name] = None  # importing it now fails
 import specens
 assert not {"pandas", "pyarrow", "numpy"} & set(sys.modules), "import specens must be instant"
-import specens.analysis.metrics, specens.analysis.html, specens.decoding.budget, specens.decoding.types, specens.records
+import specens.analysis.metrics, specens.analysis.html, specens.analysis.plots, specens.analysis.sweeps
+import specens.analysis.team_plots, specens.analysis.whatif
+import specens.decoding.budget, specens.decoding.types, specens.records
 specens.load
 """
 

@@ -304,7 +304,7 @@ def test_the_summary_is_strict_json_with_a_version(tmp_path: Path) -> None:
         "status": "done",
     }
     (loaded,) = load(tmp_path).summaries
-    assert loaded == {"run": str(tmp_path), **content}
+    assert loaded == {"run": str(tmp_path), "words": {}, **content}
     assert {path.name for path in tmp_path.iterdir()} == {*(f"{name}.parquet" for name in SCHEMAS), "summary.json"}
 
 

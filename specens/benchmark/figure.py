@@ -1,4 +1,4 @@
-"""The figure of a bench: speed-up of every system, and where a token's time goes. The only file that imports matplotlib."""
+"""The figure of a bench: speed-up of every system, and where a token's time goes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def draw(content: Mapping[str, Any], folder: Path) -> str | None:
         return "no figure: nothing was measured"
     if importlib.util.find_spec("matplotlib") is None:
         return "no figure: matplotlib is not installed (pip install 'specens[bench]')"
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.2 + 0.32 * len(systems)), layout="constrained")
     FigureCanvasAgg(figure)

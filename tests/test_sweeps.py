@@ -1,0 +1,86 @@
+"""The table of a sweep: jobs told apart by the words that differ, numbers as their summaries have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specens.analysis.sweeps import sweep_drafters, sweep_table, swept_words
+from specens.errors import UserError
+from specens.records import RunWriter, load
+
+
+def job(run: str, *words: str, **numbers: Any) -> dict[str, Any]:
+    return {"run": run, "words": dict(word.split("=") for word in words), "status": "finished", **numbers}
+
+
+def test_words_that_all_jobs_share_name_none_of_them():
+    jobs = [job("0", "layout=tree", "budget.max_nodes=8"), job("1", "layout=tree", "budget.max_nodes=16")]
+    assert swept_words(jobs) == ["budget.max_nodes"]
+
+
+def test_jobs_are_sorted_by_number_and_not_as_text():
+    jobs = [job(str(index), f"budget.max_nodes={nodes}", speedup=nodes / 8) for index, nodes in enumerate((16, 8, 128))]
+    table = sweep_table(jobs)
+    assert table["budget.max_nodes"].tolist() == [8, 16, 128]
+    assert table["speedup"].tolist() == [1.0, 2.0, 16.0]
+    assert table["run"].tolist() == ["1", "0", "2"]
+
+
+def test_words_that_are_no_numbers_stay_text_and_a_word_not_given_is_missing():
+    table = sweep_table([job("0", "layout=rows"), job("1", "layout=tree", "budget=fixed")])
+    assert table["layout"].tolist() == ["rows", "tree"]
+    assert table["budget"].isna().tolist() == [True, False]
+
+
+def test_a_failed_job_keeps_its_row_without_numbers():
+    failed = job("0", "layout=rows") | {"status": "failed"}
+    table = sweep_table([failed, job("1", "layout=tree", speedup=1.5)])
+    assert table["status"].tolist() == ["failed", "finished"]
+    assert table["speedup"].isna().tolist() == [True, False]
+
+
+def test_drafters_have_a_row_per_job_and_scalars_only():
+    drafters = {"a": {"win_rate": 0.5, "acceptance_by_depth": [1.0, 0.5]}, "b": {"win_rate": None}}
+    table = sweep_drafters([job("0", "layout=rows", drafters=drafters), job("1", "layout=tree", drafters={})])
+    assert list(table.columns) == ["layout", "run", "drafter", "win_rate"]
+    assert table["drafter"].tolist() == ["a", "b"]
+    assert table["win_rate"].isna().tolist() == [False, True]
+    assert sweep_drafters([job("0", "layout=rows"), job("1", "layout=tree")]).empty
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([], "no job: a sweep has at least two jobs"),
+        ([job("only", "layout=tree")], "only: a sweep has at least two jobs"),
+        ([job("0", "layout=tree"), job("1", "layout=tree")], "0, 1: the jobs do not differ in a word"),
+    ],
+)
+def test_what_is_no_sweep_is_named_in_one_line(jobs: list[dict[str, Any]], said: str):
+    with pytest.raises(UserError, match=said):
+        sweep_table(jobs)
+
+
+def test_a_sweeps_folder_gives_each_job_its_words(tmp_path: Path):
+    for index, words in enumerate(('["layout=rows", "prompts.texts=[a=b]"]', "- layout=tree")):
+        RunWriter(tmp_path / str(index)).write_summary({"status": "finished"})
+        hydra = tmp_path / str(index) / ".hydra"
+        hydra.mkdir()
+        (hydra / "overrides.yaml").write_text(words, encoding="utf-8")
+    RunWriter(tmp_path / "other").write_summary({"status": "finished"})
+    words = {summary["run"]: summary["words"] for summary in load(tmp_path).summaries}
+    assert words == {"0": {"layout": "rows", "prompts.texts": "[a=b]"}, "1": {"layout": "tree"}, "other": {}}
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "{", "7"])
+def test_words_that_cannot_be_read_are_named(tmp_path: Path, content: str):
+    for name in ("good", "bad"):
+        RunWriter(tmp_path / name).write_summary(json.loads('{"status": "finished"}'))
+    (tmp_path / "bad" / ".hydra").mkdir()
+    (tmp_path / "bad" / ".hydra" / "overrides.yaml").write_text(content, encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"skipped .*bad.summary.json: .*overrides.yaml is not a list of words"):
+        assert [summary["run"] for summary in load(tmp_path).summaries] == ["good"]

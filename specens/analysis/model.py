@@ -6,7 +6,7 @@ draft one after another, as in the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from specens.decoding.types import Member
 from specens.errors import UserError
 
 LEAST_STEPS = 20
-"""A width's own factor takes so many steps; widths with fewer get that of all."""
+"""A width has a factor of its own if so many steps were nearest to it."""
 
 BLOCK_STEPS = 32
 """Steps of one text that are one observation of how time grows with context: neighbours were timed in the same mood."""
@@ -55,20 +55,24 @@ class CostModel:
         """
         is_wide = floats(steps, "num_nodes") > 0
         wide = rows_where(steps, is_wide) if is_wide.any() else steps
-        verify = _scaled_verify(table, wide)
+        factors = _width_factors(table, wide)
         # What drafting took beyond the members' own time is the ensemble's, and so the host's.
         host = floats(steps, "host_ms").sum() + floats(steps, "draft_ms").sum() - floats(drafts, "draft_ms").sum()
         host_ms = max(float(host) / len(steps), 0.0)
-        slope, context = _context_slope(replace(table, verify_ms=verify), wide)
+        slope, context = _context_slope(_scaled(table, factors), wide)
         plain = _plain_step_ms(prompts, slope, context)
         if plain is None:
             alone = floats(rows_where(steps, ~is_wide), "verify_ms")
             plain = float(alone.mean()) + host_ms if len(alone) >= LEAST_STEPS else None
         if plain is not None:
             # The baseline's host has less to do; the table knows one host, so that the forward takes the difference.
-            verify = ((0, max(plain - host_ms, 1e-6)), *verify[1:])
-        draft = {**table.draft_ms, **_scaled_drafts(table, drafts, first_only=first_only)}
-        corrected = CostTable(verify, draft, host_ms, origin=f"{table.origin}, corrected by the run's own steps")
+            factors[0] = max(plain - host_ms, 1e-6) / table.verify(0)
+        corrected = replace(
+            _scaled(table, factors),
+            draft_ms={**table.draft_ms, **_scaled_drafts(table, drafts, first_only=first_only)},
+            host_ms=host_ms,
+            origin=f"{table.origin}, corrected by the run's own steps",
+        )
         return cls(corrected, slope, context)
 
     def priced(self, steps: pd.DataFrame) -> pd.DataFrame:
@@ -137,18 +141,30 @@ def _looked_up(cost: Callable[[int], float], counts: np.ndarray) -> np.ndarray:
     return np.array([cost(int(count)) for count in different])[place]
 
 
-def _scaled_verify(table: CostTable, steps: pd.DataFrame) -> Points:
-    """Every width's time, times what the steps nearest to it took over what the table says."""
+def _width_factors(table: CostTable, steps: pd.DataFrame) -> dict[float, float]:
+    """What the steps took over what the table says: of each width that was met often, by the steps nearest to it; if none was, of
+    the mean width, by all of them.
+    """
     num_nodes = floats(steps, "num_nodes")
     measured, expected = floats(steps, "verify_ms"), _looked_up(table.verify, num_nodes)
     widths = np.array([count for count, _ in table.verify_ms])
-    nearest = np.abs(num_nodes[:, None] - widths).argmin(axis=1)
-    overall = _ratio(measured, expected)
-    factors = [
-        _ratio(measured[own], expected[own]) if np.count_nonzero(own) >= LEAST_STEPS else overall
-        for own in (nearest == place for place in range(len(widths)))
-    ]
-    return tuple((count, ms * factor) for (count, ms), factor in zip(table.verify_ms, factors, strict=True))
+    nearest = widths[np.abs(num_nodes[:, None] - widths).argmin(axis=1)]
+    factors = {
+        float(width): _ratio(measured[nearest == width], expected[nearest == width])
+        for width in widths
+        if np.count_nonzero(nearest == width) >= LEAST_STEPS
+    }
+    return factors or {float(num_nodes.mean()): _ratio(measured, expected)}
+
+
+def _scaled(table: CostTable, factors: Mapping[float, float]) -> CostTable:
+    """Every width's time, times its factor; between two widths with factors by the line between them."""
+    known = sorted(factors.items())
+    verify = tuple(
+        (count, ms * float(np.interp(count, [width for width, _ in known], [factor for _, factor in known])))
+        for count, ms in table.verify_ms
+    )
+    return replace(table, verify_ms=verify)
 
 
 def _ratio(measured: np.ndarray, expected: np.ndarray) -> float:

@@ -166,4 +166,8 @@ def study(
 
 def _tables(teams: Teams) -> Mapping[str, Any]:
     table = teams.table().sort_values("tokens_per_s", ascending=False, kind="stable")
-    return {"teams": table.to_dict("records"), "members": teams.values().to_dict("records")}
+    return {
+        "teams": table.to_dict("records"),
+        "members": teams.values().to_dict("records"),
+        "best_by_prompt_speedup": teams.seconds[0].sum() / teams.seconds.min(axis=0).sum(),
+    }

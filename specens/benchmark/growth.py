@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specens.analysis.markdown import number, table
 from specens.benchmark.measure import Timed, wait
 from specens.benchmark.options import Options
+from specens.benchmark.page import number, table
 from specens.benchmark.rows import Row, csv_of
 from specens.benchmark.summary import PLAIN, system_summary
 from specens.benchmark.systems import Ground, OurRunner, Parts, Runner, our_runner, shuffled

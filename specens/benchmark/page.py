@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specens.analysis.markdown import NOT_MEASURED, number, table
 from specens.benchmark.rows import Row
 from specens.benchmark.summary import PLAIN, rate, ratio
+
+NOT_MEASURED = "-"
 
 
 def page_of(content: Mapping[str, Any]) -> str:
@@ -129,6 +130,18 @@ def _footnotes(content: Mapping[str, Any]) -> Iterator[str]:
     peaks = [numbers["peak_memory_bytes"] for numbers in content["systems"].values() if numbers["peak_memory_bytes"]]
     if peaks:
         yield f"Peak memory {max(peaks) / 2**20:.0f} MiB ({content['peak_memory_is']})."
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table."""
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'|'.join(['---', *['---:'] * (len(heads) - 1)])}|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def number(value: float | None, form: str) -> str:
+    return NOT_MEASURED if value is None else format(value, form)
 
 
 def spanned(span: Mapping[str, float] | None, form: str) -> str:

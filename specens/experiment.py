@@ -216,7 +216,7 @@ class Session:
 
     def run(self, questions: Sequence[Question], writer: RunWriter) -> None:
         """All questions, turn by turn; a failed prompt becomes a row with its error and the others go on."""
-        self._warm_up(questions)
+        self.warm_up(questions)
         if self._listening is not None:
             writer.begin_dense(self._dense_facts())
         num_prompts, done, errors = sum(len(question.prompt_names) for question in questions), 0, []
@@ -234,10 +234,14 @@ class Session:
                     errors.append(record.error)
                     break
                 answers.append(record.text)
-        if self.drafted.costs is not None and self.job.budget.costs is None:
-            keep(self._subject, self.drafted.costs)
+        self.keep_costs()
         if errors and len(errors) == len(questions):
             raise UserError(f"no prompt succeeded; the first one failed with: {errors[0]}")
+
+    def keep_costs(self) -> None:
+        """Keep what was measured of steps for the next run on this machine."""
+        if self.drafted.costs is not None and self.job.budget.costs is None:
+            keep(self._subject, self.drafted.costs)
 
     def _cost_version(self, writer: RunWriter) -> int | None:
         """The number of the cost table by which the prompt was decoded; a table that is new is written down."""
@@ -249,7 +253,7 @@ class Session:
             writer.write_costs(self._costs)
         return len(self._costs) - 1
 
-    def _warm_up(self, questions: Sequence[Question]) -> None:
+    def warm_up(self, questions: Sequence[Question]) -> None:
         """Decode a few tokens both ways on the first prompt that can be decoded, so that nothing is timed cold."""
         self._screen.say("warming up")
         config = GenerationConfig(**{**self.config.to_dict(), "max_new_tokens": WARM_UP_TOKENS})
@@ -294,6 +298,12 @@ class Session:
         dense = self._dense(prompt, done, label)
         if self.job.baseline and baseline is None:
             baseline = self._complete(self.plain, prompt, f"{label} plain")
+        return self.finished(prompt, record, done, baseline), done.steps, dense
+
+    def finished(
+        self, prompt: Prompt, record: PromptRecord, done: Completion, baseline: Completion | None
+    ) -> PromptRecord:
+        """A prompt's row with what was decoded, and compared with the baseline if there is one."""
         assert self.target.tokenizer is not None
         record = replace(
             record,
@@ -305,9 +315,7 @@ class Session:
             decode_s=done.decode_s,
             prefill_s=done.prefill_s,
         )
-        if baseline is not None:
-            record = replace(record, **self._comparison(prompt, done, baseline))
-        return record, done.steps, dense
+        return record if baseline is None else replace(record, **self._comparison(prompt, done, baseline))
 
     def _dense(self, prompt: Prompt, done: Completion, label: str) -> list[DenseDraft]:
         """What every member would have proposed at every position of the text; nothing unless trace=dense."""
@@ -344,12 +352,17 @@ class Session:
         seed = self.job.sampling.seed
         return speculator.complete(prompt.token_ids, self.config, seed=seed, prompt_key=prompt.id, on_step=on_step)
 
-    def _comparison(self, prompt: Prompt, done: Completion, baseline: Completion) -> dict[str, Any]:
-        """The baseline's columns: where the two texts fork, and how near a tie the target was there. A verifier that draws
-        otherwise than plain decoding gives another text of the same law, and nothing is said of identity.
+    @property
+    def compares_texts(self) -> bool:
+        """Whether the drafted text has to be plain decoding's own. A verifier that draws otherwise gives another text of the same
+        law, and nothing is said of identity.
         """
+        return self.job.verifier.coupled or not self.config.do_sample
+
+    def _comparison(self, prompt: Prompt, done: Completion, baseline: Completion) -> dict[str, Any]:
+        """The baseline's columns: where the two texts fork, and how near a tie the target was there."""
         columns: dict[str, Any] = {"baseline_decode_s": baseline.decode_s, "baseline_ids": baseline.output_ids}
-        if self.config.do_sample and not self.job.verifier.coupled:
+        if not self.compares_texts:
             return columns
         fork_at, fork_margin = first_difference(done.output_ids, baseline.output_ids), None
         if fork_at is not None:

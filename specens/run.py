@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 import hydra.utils
@@ -24,6 +24,9 @@ from specens.config import CONF_DIR, VERSION_BASE, build, resolved
 from specens.errors import UserError
 from specens.records import RunWriter
 
+if TYPE_CHECKING:
+    from specens.experiment import Job
+
 BUILT = ("target", "drafter", "budget", "verifier", "sampling", "prompts", "tracker")
 PLAIN = ("layout", "baseline", "trace", "exact_width", "compiled")
 """The configuration's entries: objects to build, and plain words."""
@@ -31,24 +34,31 @@ PLAIN = ("layout", "baseline", "trace", "exact_width", "compiled")
 
 def run(config: DictConfig, folder: Path) -> dict[str, Any]:
     """Run one job into `folder` and return its summary."""
-    from specens.experiment import Job, run_job
+    from specens.experiment import run_job
     from specens.screen import Screen
 
     writer, screen = RunWriter(folder), Screen()
     try:
-        plain = resolved(config)
-        unknown = sorted(set(plain) - {*BUILT, *PLAIN})
-        if unknown:
-            raise UserError(f"unknown option {unknown[0]}; there are {', '.join((*BUILT, *PLAIN))}")
-        parts: dict[str, Any] = {name: build(config.get(name)) for name in BUILT}
-        parts |= {name: plain.get(name) for name in PLAIN}
-        job = Job(**parts)
+        job = job_of(config)
     except UserError as error:
         writer.write_summary({"status": "failed", "error": str(error)})
         raise
-    summary = run_job(job, writer, plain, screen)
+    summary = run_job(job, writer, resolved(config), screen)
     screen.summary(summary, folder)
     return summary
+
+
+def job_of(config: DictConfig) -> Job:
+    """What `config` describes, built and checked, with no model loaded."""
+    from specens.experiment import Job
+
+    plain = resolved(config)
+    unknown = sorted(set(plain) - {*BUILT, *PLAIN})
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}; there are {', '.join((*BUILT, *PLAIN))}")
+    parts: dict[str, Any] = {name: build(config.get(name)) for name in BUILT}
+    parts |= {name: plain.get(name) for name in PLAIN}
+    return Job(**parts)
 
 
 def quiet_libraries() -> None:

@@ -61,15 +61,7 @@ class Screen:
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The table of drafters and the run's main numbers."""
-        title = f"LOSSY: verifier={summary['verifier']}" if summary["lossy"] else None
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title)
-        table.add_column("drafter", no_wrap=True)
-        for header, _, _ in _COLUMNS:
-            table.add_column(header, justify="right")
-        for name, numbers in summary["drafters"].items():
-            table.add_row(escape(name), *(_number(numbers.get(key), form) for _, key, form in _COLUMNS))
-        if summary["drafters"]:
-            self._console.print(table)
+        self.drafters(summary)
         parts = [
             f"acceptance length {_number(summary['acceptance_length'], '.2f')}",
             f"{_number(summary['tokens_per_s'], '.1f')} tok/s",
@@ -88,6 +80,18 @@ class Screen:
             parts.append(f"{summary['num_failed']} of {summary['num_prompts']} prompts FAILED")
         self.say(", ".join(parts))
         self.say(f"run folder: {folder}")
+
+    def drafters(self, summary: Mapping[str, Any]) -> None:
+        """The table of drafters, if there are any."""
+        title = f"LOSSY: verifier={summary['verifier']}" if summary["lossy"] else None
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title)
+        table.add_column("drafter", no_wrap=True)
+        for header, _, _ in _COLUMNS:
+            table.add_column(header, justify="right")
+        for name, numbers in summary["drafters"].items():
+            table.add_row(escape(name), *(_number(numbers.get(key), form) for _, key, form in _COLUMNS))
+        if summary["drafters"]:
+            self._console.print(table)
 
 
 _COLUMNS = (

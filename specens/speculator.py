@@ -44,6 +44,13 @@ class Completion:
     prefill_s: float
     decode_s: float
 
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord], prefill_s: float) -> Completion:
+        """The result of all steps of a prompt: decoding took what they took."""
+        output_ids = tuple(token for step in steps for token in step.token_ids)
+        decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
+        return cls(output_ids, str(steps[-1].finish_reason), tuple(steps), prefill_s, decode_s)
+
 
 class Speculator:
     """A target with its drafters, bound and checked. The command line and the library use this same object. `wants_costs`:
@@ -80,8 +87,20 @@ class Speculator:
         prompt_key: str,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> Completion:
-        """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted. What steps cost is
-        measured before the first prompt, if that is wanted, and follows the prompts after it.
+        """Decode one prompt to its end, calling `on_step` after each step; the time that takes is not counted."""
+        prefill_s, coming = self.begin(prompt_ids, config, seed=seed, prompt_key=prompt_key)
+        steps: list[StepRecord] = []
+        for step in coming:
+            steps.append(step)
+            if on_step is not None:
+                on_step(step)
+        return Completion.of(steps, prefill_s)
+
+    def begin(
+        self, prompt_ids: Sequence[int], config: GenerationConfig, *, seed: int, prompt_key: str
+    ) -> tuple[float, Iterator[StepRecord]]:
+        """Prefill one prompt: the seconds that took, and its steps, each of which is made when it is asked for. What steps cost
+        is measured before the first prompt, if that is wanted, and follows the prompts after it.
         """
         costs = self.known_costs(prompt_ids)
         self.costs_in_force = self.costs
@@ -89,17 +108,17 @@ class Speculator:
         sampler, stop = prepare(self.target, config, prompt_ids, seed=seed, prompt_key=prompt_key, coupled=coupled)
         self._policy = self.decoder.budget.begin(self.decoder.drafter.members, costs, self._policy)
         cache, prefill_s = self.decoder.prefill(prompt_ids)
+        return prefill_s, self._learning(self.decoder.decode(prompt_ids, cache, sampler, stop, self._policy))
+
+    def _learning(self, coming: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The same steps; after the last of them, the cost table has moved to what they took."""
         steps: list[StepRecord] = []
-        for step in self.decoder.decode(prompt_ids, cache, sampler, stop, self._policy):
+        for step in coming:
             steps.append(step)
-            if on_step is not None:
-                on_step(step)
+            yield step
         budget = self.decoder.budget
         if self.costs is not None and budget.refresh and budget.costs is None:
             self.costs = refreshed(self.costs, steps)
-        output_ids = tuple(token for step in steps for token in step.token_ids)
-        decode_s = sum(step.draft_ms + step.verify_ms + step.host_ms for step in steps) / 1e3
-        return Completion(output_ids, str(steps[-1].finish_reason), tuple(steps), prefill_s, decode_s)
 
     def forget(self) -> None:
         """Begin anew with what a budget has learned from one prompt for the next; costs stay known."""

@@ -9,22 +9,60 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """One piece per token; together they are the decoded text. A token that ends inside a character adds nothing, and the
-    token that completes the character adds all of it. Each decoding starts a few tokens back, because a tokenizer may
-    treat a token at the start of a text differently.
+class Pieces:
+    """Token ids, as they come, to the piece of text that each of them adds: `shown`, whose texts together are the decoded text. A
+    token that ends inside a character adds nothing, and the token that completes the character adds all of it. Each decoding
+    starts a few tokens back, because a tokenizer may treat a token at the start of a text differently.
     """
-    pieces: list[str] = []
-    start = shown = 0
-    for end in range(1, len(token_ids) + 1):
-        before = str(tokenizer.decode(list(token_ids[start:shown])))
-        text = str(tokenizer.decode(list(token_ids[start:end])))
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        start, shown = shown, end
-    return pieces
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.shown: list[str] = []
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._known = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            self._ids.append(token)
+            self.shown.append("")
+            text = self._text()
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._show(text)
+
+    def finish(self) -> None:
+        """Nothing follows: a text that ends inside a character shows that."""
+        if self._known < len(self._ids):
+            self._show(self._text())
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._ids[self._start :]))
+
+    def _show(self, text: str) -> None:
+        before = str(self._tokenizer.decode(self._ids[self._start : self._known]))
+        self.shown[-1] = text[len(before) :]
+        self._start, self._known = self._known, len(self._ids)
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """One piece per token of a whole text; see `Pieces`."""
+    pieces = Pieces(tokenizer)
+    pieces.add(token_ids)
+    pieces.finish()
+    return pieces.shown
+
+
+_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_UNSEEN |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_UNSEEN |= dict.fromkeys(
+    [0x61C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD
+)
+
+
+def harmless(text: str) -> str:
+    """A text that cannot steer a terminal: control characters but newline and tab as their pictures, what turns the direction of
+    writing or ends a line unseen as replacement characters.
+    """
+    return text.translate(_UNSEEN)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -53,6 +54,17 @@ PROMPT_COLUMNS = (
     "error",
 )
 """Columns of every run's table of prompts, in this order; further ones follow."""
+
+STEP_METRICS = ("win_rate/*", "token_share/*")
+"""Running numbers whose charts count target forwards, not prompts."""
+
+DENSE_NAME = "dense.parquet"
+TRACE_FILES = (DENSE_NAME, "prompts.parquet", "steps.parquet", "drafts.parquet", "summary.json", "costs.json")
+"""Files of a run folder that go with its dense trace: with them it can be replayed."""
+
+REPLAY_NAME = "replay.json"
+REPLAY_TABLES = ("teams", "members", "policies")
+"""Lists of rows in a replay's results: every team of the members, what each member is worth, and what other budgets would do."""
 
 
 class Tracker(Protocol):
@@ -124,6 +136,7 @@ class WandbTracker:
         self._mode: Mode | None = None if mode is None else _known_mode(mode, "tracker.mode")
         self._identity = {"project": project, "entity": entity, "name": name, "group": group, "tags": tuple(tags)}
         self._run: Any = None
+        self._folder = Path()
         self._has_warned = False
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -132,7 +145,10 @@ class WandbTracker:
             mode = _known_mode(os.environ.get("WANDB_MODE") or "online", "the environment variable WANDB_MODE")
         if mode == "disabled":
             return
-        self._run = self._attempt("start", lambda: self._open(folder, plain(config), mode))
+        self._folder = folder
+        self._run = run = self._attempt("start", lambda: self._open(folder, plain(config), mode))
+        if run is not None:
+            self._attempt("set its axes", lambda: _set_axes(run))
 
     def prompt_done(self, row: Mapping[str, Any], step: int) -> None:
         if self._run is None or self._has_warned:
@@ -150,9 +166,14 @@ class WandbTracker:
         run, self._run = self._run, None
         if run is None:
             return
-        self._attempt("log the summary", lambda: run.summary.update({**flatten(summary), "status": status}))
-        self._attempt("log the tables", lambda: run.log(_tables(summary, drafters, prompts)))
-        self._attempt("close its run", lambda: run.finish(exit_code=EXIT_CODES.get(status, 0)))
+        with _copies_in(self._folder / "wandb"):
+            self._attempt("log the summary", lambda: run.summary.update({**flatten(summary), "status": status}))
+            self._attempt("log the tables", lambda: run.log(_tables(summary, drafters, prompts)))
+            if (self._folder / REPLAY_NAME).is_file():
+                self._attempt("log the replay", lambda: run.log(_replay_tables(self._folder / REPLAY_NAME)))
+            if (self._folder / DENSE_NAME).is_file():
+                self._attempt("log the dense trace", lambda: run.log_artifact(_trace_artifact(self._folder, run.id)))
+            self._attempt("close its run", lambda: run.finish(exit_code=EXIT_CODES.get(status, 0)))
 
     def _open(self, folder: Path, config: dict[str, Any], mode: Mode) -> Any:
         import wandb
@@ -195,6 +216,26 @@ class WandbTracker:
                     "W&B failed to %s (%s); going on without, the run folder has everything", what, one_line(error)
                 )
             self._has_warned = True
+
+
+def _set_axes(run: Any) -> None:
+    for name in STEP_METRICS:
+        run.define_metric(name, step_metric="num_steps")
+
+
+@contextmanager
+def _copies_in(folder: Path) -> Iterator[None]:
+    """W&B copies what tables and artifacts hold, to be uploaded later, into the home folder. Here it goes to `folder`, so that
+    nothing of an offline run is anywhere else; unless the user has said where (WANDB_DATA_DIR).
+    """
+    if os.environ.get("WANDB_DATA_DIR"):
+        yield
+        return
+    os.environ["WANDB_DATA_DIR"] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_DATA_DIR"]
 
 
 def progress_scalars(row: Mapping[str, Any]) -> dict[str, float]:
@@ -243,24 +284,62 @@ def _one_type(cells: Sequence[Any]) -> list[Cell]:
     return [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
 
 
+def depth_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`acceptance_by_depth` of every drafter as rows (drafter, depth, acceptance_rate): depths from 1, where one was measured."""
+    return [
+        {"drafter": name, "depth": depth, "acceptance_rate": rate}
+        for name, numbers in plain(summary).get("drafters", {}).items()
+        for depth, rate in enumerate(numbers.get("acceptance_by_depth") or [], start=1)
+        if _is_number(rate)
+    ]
+
+
 def _tables(
     summary: Mapping[str, Any], drafters: Sequence[Mapping[str, Any]], prompts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Both tables and the bar chart. A table logged twice keeps its first state, so this happens once, at the end."""
+    """All tables and charts. A table logged twice keeps its first state, so this happens once, at the end."""
     import wandb
 
-    logged: dict[str, Any] = {}
     from specens.analysis.metrics import DRAFTER_COLUMNS  # pandas only when a run is logged
 
-    for key, rows, fixed in (("drafters", drafters, DRAFTER_COLUMNS), ("prompts", prompts, PROMPT_COLUMNS)):
-        columns, data = table_rows(rows, fixed)
-        logged[key] = wandb.Table(columns=list(columns), data=list(data))
-    rates = {name: numbers.get("win_rate") for name, numbers in plain(summary).get("drafters", {}).items()}
-    bars: list[Any] = [[name, rate] for name, rate in rates.items() if _is_number(rate)]
-    if bars:
-        bar_table = wandb.Table(columns=["drafter", "win_rate"], data=bars)
-        logged["win_rates"] = wandb.plot.bar(bar_table, "drafter", "win_rate", title="Win rate by drafter")
+    numbers = plain(summary)
+    categories = [{"category": name, **row} for name, row in numbers.get("by_category", {}).items()]
+    wins = [{"drafter": name, "win_rate": row.get("win_rate")} for name, row in numbers.get("drafters", {}).items()]
+    wins, depths = [row for row in wins if _is_number(row["win_rate"])], depth_rows(summary)
+    logged = {"drafters": _table(drafters, DRAFTER_COLUMNS), "prompts": _table(prompts, PROMPT_COLUMNS)}
+    if categories:
+        logged["categories"] = _table(categories)
+    if wins:
+        logged["win_rates"] = wandb.plot.bar(_table(wins), "drafter", "win_rate", title="Win rate by drafter")
+    if depths:
+        logged["acceptance_by_depth"] = wandb.plot.line(
+            _table(depths), "depth", "acceptance_rate", stroke="drafter", title="Acceptance by depth"
+        )
     return logged
+
+
+def _table(rows: Sequence[Mapping[str, Any]], fixed_columns: Sequence[str] = ()) -> Any:
+    import wandb
+
+    columns, data = table_rows(rows, fixed_columns)
+    return wandb.Table(columns=list(columns), data=list(data))
+
+
+def _replay_tables(path: Path) -> dict[str, Any]:
+    """A table `replay_<name>` of each list of rows that the replay of this run has left."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {f"replay_{name}": _table(found[name]) for name in REPLAY_TABLES if found.get(name)}
+
+
+def _trace_artifact(folder: Path, run_id: str) -> Any:
+    """The dense trace and what else a replay reads: downloaded, it is a folder that can be replayed."""
+    import wandb
+
+    artifact = wandb.Artifact(f"dense-trace-{run_id}", type="dense_trace")
+    for name in TRACE_FILES:
+        if (folder / name).is_file():
+            artifact.add_file(str(folder / name), name=name)
+    return artifact
 
 
 def _known_mode(mode: str, source: str) -> Mode:

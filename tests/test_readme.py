@@ -16,6 +16,7 @@ import specens
 from specens.config import compose
 from specens.decoding.target import LAYOUTS
 from specens.drafters.ensemble import Ensemble
+from specens.race import take_prompt
 from specens.tiny import random_model
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -44,6 +45,12 @@ def test_every_audit_command_composes(overrides):
 @pytest.mark.parametrize("overrides", commands("replay"), ids=lambda words: " ".join(words)[:60])
 def test_every_replay_command_composes(overrides):
     assert compose(overrides, "replay").run == "outputs/traced"
+
+
+@pytest.mark.parametrize("overrides", commands("race"), ids=lambda words: " ".join(words)[:60])
+def test_every_race_command_composes_and_has_a_prompt(overrides):
+    prompt, words = take_prompt(overrides)
+    assert prompt and compose(words, "race").prompts._target_ == "specens.prompts.Inline"
 
 
 @pytest.mark.parametrize("overrides", commands("run"), ids=lambda words: " ".join(words)[:60])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from typing import Any
 import pytest
 
 from specens.analysis.metrics import DRAFTER_COLUMNS
+from specens.config import compose
 from specens.errors import UserError
+from specens.records import load
+from specens.replay import read_trace
+from specens.run import run as run_it
 from specens.trackers import (
     PROMPT_COLUMNS,
     NoTracker,
@@ -31,8 +36,9 @@ from specens.trackers import (
 SUMMARY = {
     "acceptance_length": 2.5,
     "speedup": None,
+    "by_category": {"chat": {"num_prompts": 2, "speedup": None, "tokens_per_s": 8.5}},
     "drafters": {
-        "ngram": {"win_rate": 0.25, "acceptance_by_depth": [0.5, math.nan]},
+        "ngram": {"win_rate": 0.25, "acceptance_by_depth": [0.5, math.nan, 0.125]},
         "silent": {"win_rate": 0.0, "acceptance_rate": None},
     },
 }
@@ -111,7 +117,7 @@ def logged(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"config": {}, "summary": {}, "history": []}
+    found: dict[str, Any] = {"config": {}, "summary": {}, "history": [], "axes": {}, "artifacts": []}
     for record in wandb_records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -120,6 +126,10 @@ def read_run(path: Path) -> dict[str, Any]:
             found["summary"] |= values_of(record.summary.update)
         elif kind == "history":
             found["history"].append(values_of(record.history.item))
+        elif kind == "metric":
+            found["axes"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "artifact":
+            found["artifacts"].append(record.artifact)
         elif kind == "exit":
             found["exit_code"] = record.exit.exit_code
     return found
@@ -179,6 +189,153 @@ def test_b53_what_is_logged_is_what_was_passed(tmp_path, caplog) -> None:
     assert run["summary"]["drafters/ngram/win_rate"] == 0.25
     assert run["exit_code"] == 0
     assert warnings_in(caplog) == []
+
+
+def test_what_a_summary_has_by_category_and_by_depth_is_logged_as_well(tmp_path, caplog) -> None:
+    """The depths at which nothing was measured are gaps; the drafters' curves are one chart."""
+    tracker = WandbTracker(mode="offline")
+    tracker.start(tmp_path, {})
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    (folder,) = run_folders(tmp_path)
+    logged(folder)
+    table = table_on_disk(folder, "categories")
+    assert table["columns"] == ["category", "num_prompts", "speedup", "tokens_per_s"]
+    assert table["data"] == [["chat", 2, None, 8.5]]
+    table = table_on_disk(folder, "acceptance_by_depth")
+    assert table["columns"] == ["drafter", "depth", "acceptance_rate"]
+    assert table["data"] == [["ngram", 1, 0.5], ["ngram", 3, 0.125]]
+    assert warnings_in(caplog) == []
+
+
+def test_win_rates_are_charted_over_steps(tmp_path, caplog) -> None:
+    """Over target forwards, that is, of which every prompt takes another number."""
+    tracker = WandbTracker(mode="offline")
+    tracker.start(tmp_path, {})
+    for step, rate in ((1, 0.5), (2, 0.25)):
+        numbers = {"win_rate": rate, "token_share": 2 * rate}
+        tracker.prompt_done({"num_steps": 40 * step, "drafters": {"ngram": numbers}}, step)
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    (folder,) = run_folders(tmp_path)
+    run = logged(folder)
+    assert {name: run["axes"][name] for name in ("win_rate/*", "token_share/*")} == {
+        "win_rate/*": "num_steps",
+        "token_share/*": "num_steps",
+    }
+    points = [[row[key] for key in ("num_steps", "win_rate/ngram", "token_share/ngram")] for row in run["history"][:2]]
+    assert points == [[40, 0.5, 1.0], [80, 0.25, 0.5]]
+    assert warnings_in(caplog) == []
+
+
+REPLAY = {
+    "teams": [
+        {"team": "", "num_members": 0, "calls": 128, "speedup": 1.0},
+        {"team": "ngram", "num_members": 1, "calls": 64, "speedup": 1.75},
+    ],
+    "members": [{"member": "ngram", "shapley_s": 0.5, "shapley_s_interval": [0.25, 0.75]}],
+    "policies": [{"policy": "fixed", "calls": 64}],
+    "overlap": {"ngram": {"ngram": 1.0}},
+}
+FILES_OF_A_DENSE_RUN = ("dense.parquet", "prompts.parquet", "steps.parquet", "drafts.parquet", "costs.json")
+
+
+def dense_run(folder: Path) -> Path:
+    folder.mkdir()
+    for name in FILES_OF_A_DENSE_RUN:
+        (folder / name).write_bytes(name.encode() * 100)
+    return folder
+
+
+def track(folder: Path) -> dict[str, Any]:
+    """What W&B has of an offline run whose own files lie in `folder`."""
+    tracker = WandbTracker(mode="offline")
+    tracker.start(folder, {})
+    tracker.finish(SUMMARY, DRAFTERS, PROMPTS, "finished")
+    (found,) = run_folders(folder)
+    return {"folder": found, **logged(found)}
+
+
+def test_a_dense_trace_is_an_artifact_with_all_that_a_replay_reads(tmp_path, caplog) -> None:
+    run = track(dense_run(tmp_path / "run"))
+    (artifact,) = (found for found in run["artifacts"] if found.type == "dense_trace")
+    contents = {entry.path: Path(entry.local_path).read_bytes() for entry in artifact.manifest.contents}
+    assert contents == {name: (tmp_path / "run" / name).read_bytes() for name in FILES_OF_A_DENSE_RUN}
+    assert warnings_in(caplog) == []
+
+
+def test_a_real_runs_artifact_can_be_replayed_and_leaves_the_run_folder_one_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WANDB_DATA_DIR")
+    words = ["experiment=smoke", "drafter=ngram", "trace=dense", "tracker=wandb", "tracker.mode=offline"]
+    run_it(compose(words), tmp_path / "run")
+    (folder,) = run_folders(tmp_path / "run")
+    (artifact,) = (found for found in logged(folder)["artifacts"] if found.type == "dense_trace")
+    (tmp_path / "elsewhere").mkdir()
+    for entry in artifact.manifest.contents:
+        shutil.copyfile(entry.local_path, tmp_path / "elsewhere" / entry.path)
+    trace, live = read_trace(tmp_path / "elsewhere")
+    assert [member.name for member in trace.members] == ["ngram"]
+    assert len(live.steps) == len(load(tmp_path / "run").steps) > 0
+    assert len(load(tmp_path / "run").folders) == 1
+
+
+def test_an_offline_run_lies_whole_in_its_folder(monkeypatch, tmp_path, caplog) -> None:
+    """What would be uploaded of tables and of the trace: nothing is in the home folder, which may be another one by then. Where
+    the user has said where such copies go, they go there.
+    """
+    monkeypatch.delenv("WANDB_DATA_DIR")
+    home, folder = tmp_path / "home", dense_run(tmp_path / "run")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    run = track(folder)
+    copies = [Path(entry.local_path) for found in run["artifacts"] for entry in found.manifest.contents]
+    kinds = {found.type for found in run["artifacts"]}
+    assert kinds == {"run_table", "dense_trace"}
+    assert len(copies) > len(FILES_OF_A_DENSE_RUN)
+    assert all(path.is_file() and folder / "wandb" in path.parents for path in copies)
+    assert "WANDB_DATA_DIR" not in os.environ
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "said"))
+    run = track(dense_run(tmp_path / "other"))
+    copies = [Path(entry.local_path) for found in run["artifacts"] for entry in found.manifest.contents]
+    assert all(path.is_file() and tmp_path / "said" in path.parents for path in copies)
+    assert warnings_in(caplog) == []
+
+
+def test_a_run_without_a_dense_trace_has_no_artifact_of_one(tmp_path) -> None:
+    assert not [found for found in track(tmp_path)["artifacts"] if found.type == "dense_trace"]
+
+
+def test_a_replay_that_is_there_is_logged_as_tables(tmp_path, caplog) -> None:
+    (tmp_path / "replay.json").write_text(json.dumps(REPLAY), encoding="utf-8")
+    folder = track(tmp_path)["folder"]
+    table = table_on_disk(folder, "replay_teams")
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert rows == REPLAY["teams"]
+    table = table_on_disk(folder, "replay_members")
+    assert table["columns"] == list(REPLAY["members"][0])
+    assert table["data"] == [["ngram", 0.5, "[0.25, 0.75]"]]
+    assert table_on_disk(folder, "replay_policies")["data"] == [["fixed", 64]]
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("broken", ["replay.json", "dense.parquet"])
+def test_what_cannot_be_logged_takes_nothing_else_along(broken, monkeypatch, caplog, tmp_path) -> None:
+    """One warning; summary, tables and the other of the two are there, and the run is closed."""
+    folder = dense_run(tmp_path / "run")
+    (folder / "replay.json").write_text("{" if broken == "replay.json" else json.dumps(REPLAY), encoding="utf-8")
+    if broken == "dense.parquet":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr("specens.trackers._trace_artifact", refuse)
+    run = track(folder)
+    assert run["summary"]["acceptance_length"] == 2.5
+    assert table_on_disk(run["folder"], "drafters")["data"]
+    assert run["exit_code"] == 0
+    assert bool(list(run["folder"].glob("files/media/table/replay_teams_*"))) == (broken != "replay.json")
+    assert any(found.type == "dense_trace" for found in run["artifacts"]) == (broken != "dense.parquet")
+    (warning,) = warnings_in(caplog)
+    assert "W&B failed to log the " in warning
 
 
 def run_without_login(folder: Path, stdin: int, stderr: int, **environment: str) -> tuple[int, str]:
@@ -262,6 +419,8 @@ class BrokenRun:
         raise OSError("disk\nfull")
 
     finish = log
+
+    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def test_a_failure_inside_wandb_is_one_warning(monkeypatch, caplog, tmp_path) -> None:
@@ -347,8 +506,11 @@ def test_summaries_are_flat_and_keep_lists() -> None:
     assert flatten(SUMMARY) == {
         "acceptance_length": 2.5,
         "speedup": None,
+        "by_category/chat/num_prompts": 2,
+        "by_category/chat/speedup": None,
+        "by_category/chat/tokens_per_s": 8.5,
         "drafters/ngram/win_rate": 0.25,
-        "drafters/ngram/acceptance_by_depth": [0.5, None],
+        "drafters/ngram/acceptance_by_depth": [0.5, None, 0.125],
         "drafters/silent/win_rate": 0.0,
         "drafters/silent/acceptance_rate": None,
     }

@@ -113,7 +113,7 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
         "num_failed": len(failed),
         "num_identical": _count(done, "is_identical") if has_baseline else None,
         **_costs(steps),
-        "by_category": _by_category(done, steps, key),
+        "by_category": _by_category(done, steps, drafts, key),
         "drafters": _drafters(steps, drafts, key),
     }
 
@@ -199,17 +199,27 @@ def _costs(steps: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _by_category(done: pd.DataFrame, steps: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
-    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second."""
+def _by_category(
+    done: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second, and
+    `tokens_per_step` of every drafter (see `_drafter`).
+    """
     table: dict[str, dict[str, Any]] = {}
     for name, group in done.groupby("category", sort=False):
+<<<<<<< HEAD
         own = rows_where(steps, _is_of(steps, group, key))
+=======
+        own = _rows(steps, _is_of(steps, group, key))
+        shares = _rows(drafts, _is_of(drafts, group, key)).groupby("drafter", sort=False)["token_share"].sum()
+>>>>>>> 21c5fb1 (The page of a run, anew: who won what, in colour and letters; safe by construction; a door that writes it again)
         speed = _speed(group)
         table[str(name)] = {
             "num_prompts": len(group),
             "acceptance_length": _ratio(_sum(own, "num_emitted"), len(own)),
             "speedup": speed["speedup"],
             "tokens_per_s": speed["tokens_per_s"],
+            "tokens_per_step": {str(drafter): _ratio(share, len(own)) for drafter, share in shares.items()},
         }
     return table
 
@@ -227,7 +237,8 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
     """One member's numbers. `rows` are its steps; `num_steps` and `num_accepted` are those of all steps.
 
     - `win_rate`, `sole_win_rate`: sum of `win`, `is_sole_win` / all steps. `token_share`: its share of all accepted
-      tokens. `marginal`: mean per step. See `credit`.
+      tokens. `tokens_per_step`: sum of its token shares / all steps, its part of the acceptance length. `marginal`: mean per
+      step. See `credit`.
     - `num_accepted`: sum of min(m_d, A). `acceptance_rate`: that / its verified nodes. `wasted_nodes`: the difference.
     - `acceptance_by_depth`: see `_acceptance_by_depth`. `solo_acceptance_length`: 1 + mean m_d, what it would give
       alone from the starts of these steps.
@@ -243,6 +254,7 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
         "win_rate": _ratio(_sum(rows, "win"), num_steps),
         "sole_win_rate": _ratio(_sum(rows, "is_sole_win"), num_steps),
         "token_share": _ratio(_sum(rows, "token_share"), num_accepted),
+        "tokens_per_step": _ratio(_sum(rows, "token_share"), num_steps),
         "marginal": _mean(rows, "marginal"),
         "acceptance_rate": _ratio(accepted, verified),
         "acceptance_by_depth": _acceptance_by_depth(matched, floats(rows, "num_tested")),

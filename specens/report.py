@@ -14,7 +14,7 @@ from typing import Any
 
 import hydra
 import hydra.utils
-import pandas as pd
+import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -28,11 +28,10 @@ from specens.run import failing_in_one_line
 
 PAGE_NAME = "report.html"
 REPLAY_NAME = "replay.json"
-UNFINISHED = "unfinished (no summary.json: its process was killed, or is still at work)"
+UNFINISHED = {"status": "unfinished", "error": "it has no summary.json, so its process was killed, or is still at work"}
+"""What stands for the summary of a run that has none."""
 MAX_NOTICES = 10
 """Skipped files that are named one by one."""
-
-Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 
 
 def rebuild(folder: Path) -> tuple[Path, list[str]]:
@@ -65,17 +64,16 @@ def _read(folder: Path) -> tuple[Run, list[str]]:
 
 def _page_of_one(run: Run, notices: list[str]) -> str:
     folder = run.folders[0].resolve()
-    frames = [frame.drop(columns="run") for frame in (run.prompts, run.steps, run.drafts)]
-    summary = {**_known(run, folder), **summarise(*frames)}
-    title = f"specens run {folder.name}"
-    path = folder / REPLAY_NAME
+    prompts, steps, drafts = (frame.drop(columns="run") for frame in (run.prompts, run.steps, run.drafts))
+    summary = {**_known(run, folder), **summarise(prompts, steps, drafts)}
+    title, path = f"specens run {folder.name}", folder / REPLAY_NAME
     try:
         replay = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return report(*frames, summary, title=title, replay=replay, notices=notices)
+        return report(prompts, steps, drafts, summary, title=title, replay=replay, notices=notices)
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # Whatever it is that another program wrote. If it was not the replay, the page fails once more.
         notices.append(f"skipped {path}: {one_line(error)}")
-        return report(*frames, summary, title=title, notices=notices)
+        return report(prompts, steps, drafts, summary, title=title, notices=notices)
 
 
 def _page_of_many(run: Run, folder: Path, notices: list[str]) -> str:
@@ -85,8 +83,9 @@ def _page_of_many(run: Run, folder: Path, notices: list[str]) -> str:
     runs: list[dict[str, Any]] = []
     for path, own in zip(run.folders, words, strict=True):
         name = str(folder if path == folder else path.relative_to(folder))
-        frames = (frame[frame["run"] == name] for frame in (run.prompts, run.steps, run.drafts))
-        numbers = {**_known(run, path, name), **summarise(*frames)}
+        tables = (run.prompts, run.steps, run.drafts)
+        prompts, steps, drafts = (frame.take(np.flatnonzero(frame["run"] == name)) for frame in tables)
+        numbers = {**_known(run, path, name), **summarise(prompts, steps, drafts)}
         runs.append({**numbers, "run": name, "words": " ".join(word for word in own if word not in common)})
     summary = {
         **summarise(run.prompts, run.steps, run.drafts),
@@ -103,7 +102,7 @@ def _known(run: Run, folder: Path, name: str | None = None) -> dict[str, Any]:
     for summary in run.summaries:
         if name in (None, summary["run"]):
             return summary
-    return {} if (folder / SUMMARY_NAME).exists() else {"status": UNFINISHED}
+    return {} if (folder / SUMMARY_NAME).exists() else UNFINISHED
 
 
 def _words(folder: Path) -> list[str]:

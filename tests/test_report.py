@@ -64,7 +64,7 @@ def test_the_page_is_the_one_that_the_run_wrote(tmp_path: Path, monkeypatch: pyt
 
 def test_a_run_that_was_killed_has_a_page_that_says_so(tmp_path: Path) -> None:
     shown = page_of(write(tmp_path / "run", "first", "second"))
-    assert "This run is unfinished (no summary.json" in shown.text
+    assert "This run is unfinished: it has no summary.json" in shown.text
     assert [step["text"] for step in shown.steps] == ["one two"] * 2
     assert "first" in shown.text and "second" in shown.text
     finished = page_of(write(tmp_path / "whole", "first", status="finished"))
@@ -78,7 +78,7 @@ def test_a_sweep_has_one_page_that_says_which_runs(tmp_path: Path) -> None:
         (folder / ".hydra" / "overrides.yaml").write_text(f"- drafter=ensemble\n- layout={layout}\n", encoding="utf-8")
     write(tmp_path / "deeper" / "2", "p")
     shown = page_of(tmp_path)
-    assert f"specens runs in {tmp_path.name}" in shown.text and "3 runs together" in shown.text
+    assert f"specens runs in {tmp_path.name}" in shown.text and "all 3 runs together" in shown.text
     for said in ("layout=tree", "layout=rows", "finished", "unfinished", "deeper/2 · p", "lossy verifier (typical)"):
         assert said in shown.text
     assert len(shown.steps) == 3

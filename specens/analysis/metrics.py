@@ -95,7 +95,8 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     """The numbers of `summary.json` that come from the tables. Takes one run's tables or merged ones (column `run`).
 
     `num_prompts` counts all prompts, `num_failed` those with an error; every other number leaves failed prompts out.
-    `num_identical` counts outputs equal to the baseline's, None without baseline. The other keys are defined in
+    `num_compared` counts outputs that have a baseline's text to be compared with, `num_identical` those that are equal to it,
+    None when none was compared. The other keys are defined in
     `_speed`, `_acceptance`, `_costs` and `_drafter`; `by_category` repeats some of them on the prompts of one category.
     """
     key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
@@ -105,13 +106,14 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
     steps = rows_where(steps, ~_is_of(steps, failed, key))
     drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
-    has_baseline = bool(done["is_identical"].notna().to_numpy().any())
+    num_compared = _num_true(done["is_identical"].notna().to_numpy(bool))
     return {
         **_speed(done),
         **_acceptance(steps, key),
         "num_prompts": len(prompts),
         "num_failed": len(failed),
-        "num_identical": _count(done, "is_identical") if has_baseline else None,
+        "num_compared": num_compared,
+        "num_identical": _count(done, "is_identical") if num_compared else None,
         **_costs(steps),
         "by_category": _by_category(done, steps, drafts, key),
         "drafters": _drafters(steps, drafts, key),
@@ -207,19 +209,15 @@ def _by_category(
     """
     table: dict[str, dict[str, Any]] = {}
     for name, group in done.groupby("category", sort=False):
-<<<<<<< HEAD
         own = rows_where(steps, _is_of(steps, group, key))
-=======
-        own = _rows(steps, _is_of(steps, group, key))
-        shares = _rows(drafts, _is_of(drafts, group, key)).groupby("drafter", sort=False)["token_share"].sum()
->>>>>>> 21c5fb1 (The page of a run, anew: who won what, in colour and letters; safe by construction; a door that writes it again)
+        members = rows_where(drafts, _is_of(drafts, group, key)).groupby("drafter", sort=False)
         speed = _speed(group)
         table[str(name)] = {
             "num_prompts": len(group),
             "acceptance_length": _ratio(_sum(own, "num_emitted"), len(own)),
             "speedup": speed["speedup"],
             "tokens_per_s": speed["tokens_per_s"],
-            "tokens_per_step": {str(drafter): _ratio(share, len(own)) for drafter, share in shares.items()},
+            "tokens_per_step": {str(drafter): _ratio(_sum(rows, "token_share"), len(own)) for drafter, rows in members},
         }
     return table
 

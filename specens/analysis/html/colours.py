@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specens.analysis.html.markup import Html, markup, tag
+from specens.analysis.html.markup import Html, tag
 
 PALETTE = ("0072b2", "e69f00", "009e73", "d55e00", "56b4e9", "cc79a7", "f0e442", "8c564b")
 """Colours of the drafters, in member order: Okabe and Ito's set, which colour-blind readers can tell apart, and a brown.
@@ -35,8 +35,8 @@ SCHEMES = {
 """Scheme -> role -> colour. Text is `ink`, `faint` or `alarm`, on `paper`, on `soft`, or (ink alone) on a drafter's tint or a
 shade of `heat`."""
 
-TINT_SHARE = {"light": 0.4, "dark": 0.33}
-"""How much of a drafter's colour there is in its tint, which is the paper behind text."""
+TINT_CONTRAST = 6.0
+"""What text has on a drafter's tint, at least: more than it needs (4.5; WCAG 2.2, 1.4.3), as the letters there are small."""
 
 NUM_SHADES = 10
 
@@ -61,7 +61,7 @@ class Cast:
 
     def label(self, name: str) -> Html:
         """A drafter's mark, as the texts have it, and its name."""
-        return markup(self.mark(name), " ", tag("span", name, dir="auto"))
+        return tag("span", self.mark(name), " ", tag("bdi", name), class_="who")
 
     def mark(self, name: str) -> Html:
         """The letter on the tint; a bare dot for a drafter that is not of this run."""
@@ -71,7 +71,7 @@ class Cast:
         return tag("span", self.letters[index], class_=f"mark t{index}")
 
     def legend(self) -> Html:
-        return tag("p", [[self.label(name), " "] for name in self.names], class_="legend") if self.names else Html()
+        return tag("p", map(self.label, self.names), class_="legend") if self.names else Html()
 
 
 def _letters(names: Sequence[str]) -> list[str]:
@@ -124,7 +124,10 @@ def _winner_rule(cast: Cast, members: tuple[int, ...]) -> str:
 
 
 def tint(colour: str, scheme: str) -> str:
-    return mix(SCHEMES[scheme]["paper"], colour, TINT_SHARE[scheme])
+    """The paper behind a drafter's tokens: half of its colour, or less where text could not be read on that."""
+    paper, ink = SCHEMES[scheme]["paper"], SCHEMES[scheme]["ink"]
+    mixed = (mix(paper, colour, share / 20) for share in range(10, 0, -1))
+    return next(candidate for candidate in mixed if contrast(candidate, ink) >= TINT_CONTRAST)
 
 
 def shade(level: int, scheme: str) -> str:

@@ -63,9 +63,8 @@ def cost_against_gain(summary: Mapping[str, Any], cast: Cast) -> Html:
             "writes meanwhile (at the right edge where they are more). A bar that ends before its line costs more than it "
             "gives, even if verifying were free."
         )
-    return section(
-        "Cost against gain", bars(rows, unit="accepted tokens per step, for ms of drafting per step", note=note)
-    )
+    unit = "accepted tokens per step, for ms of drafting per step"
+    return section("Cost against gain", bars(rows, unit=unit, note=note, beside=False))
 
 
 def by_category(summary: Mapping[str, Any], cast: Cast) -> Html:
@@ -85,11 +84,12 @@ def by_category(summary: Mapping[str, Any], cast: Cast) -> Html:
             begin, end = end, end + (shares.get(drafter) or 0.0)
             parts.append(Part(begin, end, index, cast.letters[index], faint=True))
         value = number(length, 2) + ("" if speedup is None else f" · {speedup:.2f}×")
-        rows.append(Bar(tag("span", name, dir="auto"), parts, value))
-    header = ["category", "prompts", "tokens per forward", "speed-up", "tokens per second"]
-    note = "T and grey: the target's own token of each forward; then what each drafter gave. Beside it the speed-up."
+        rows.append(Bar(tag("bdi", name), parts, value))
+    header = ["category", "prompts", "tokens per forward", "speedup", "tokens per second"]
+    note = "T and grey: the target's own token of each forward; then what each drafter gave. Beside it the speedup."
     chart = bars(rows, unit="tokens per target forward", note=note)
-    return section("Categories", chart, table(header, cells, label="Categories"))
+    numbers = tag("details", tag("summary", "In numbers"), table(header, cells, label="Categories")) if cells else None
+    return section("Categories", chart, numbers)
 
 
 def drafter_table(summary: Mapping[str, Any], cast: Cast) -> Html:

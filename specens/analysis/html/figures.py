@@ -41,30 +41,36 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to percent of the width. Ticks lie at round numbers; the first and the last are the ends."""
+    """Values from `least` to `most` as percent of the width, with ticks at round numbers."""
 
+    least: float
+    most: float
     ticks: tuple[float, ...]
 
     @staticmethod
-    def over(values: Sequence[float], num_ticks: int = 5) -> Scale:
-        """The scale that has 0 and all values on it, with about that many ticks."""
+    def over(values: Sequence[float], num_ticks: int = 6) -> Scale:
+        """The scale that has 0 and all values on it, with at most so many ticks."""
         least, most = min(0.0, *values), max(0.0, *values)
-        width = (most - least) / (num_ticks - 1) or 1.0
+        if least == most:
+            return Scale(0.0, 1.0, (0.0, 1.0))
+        width = (most - least) / (num_ticks - 1)
         power = 10.0 ** math.floor(math.log10(width))
         unit = next(
             unit for unit in (power, 2 * power, 2.5 * power, 5 * power, 10 * power) if unit >= width * (1 - 1e-9)
         )
-        first, last = math.floor(least / unit + 1e-9), math.ceil(most / unit - 1e-9)
-        return Scale(tuple(unit * number for number in range(first, max(last, first + 1) + 1)))
+        first, last = math.ceil(least / unit - 1e-9), math.floor(most / unit + 1e-9)
+        return Scale(least, most, tuple(unit * number for number in range(first, last + 1)))
 
     def at(self, value: float) -> float:
         """Percent of the width; what lies outside is at the end."""
-        share = (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0])
+        share = (value - self.least) / (self.most - self.least)
         return round(100 * min(max(share, 0.0), 1.0), 2)
 
 
-def bars(rows: Sequence[Bar], *, unit: str, form: str = "g", note: Child = None) -> Html:
-    """Rows of bars over one axis, whose ticks are written as `form` says; `unit` is what is measured."""
+def bars(rows: Sequence[Bar], *, unit: str, form: str = "g", note: Child = None, beside: bool = True) -> Html:
+    """Rows of bars over one axis, whose ticks are written as `form` says; `unit` is what is measured. Where there is room, label
+    and value stand beside the bar; not `beside`: above it, for long values.
+    """
     if not rows:
         return Html()
     scale = Scale.over([value for row in rows for value in row.reach()])
@@ -80,7 +86,7 @@ def bars(rows: Sequence[Bar], *, unit: str, form: str = "g", note: Child = None)
     ]
     axis = tag("div", _axis(scale, form), tag("div", unit, class_="unit"), class_="axis")
     caption = tag("figcaption", note, class_="faint") if note else None
-    return tag("figure", tag("div", shown, axis, class_="bars"), caption)
+    return tag("figure", tag("div", shown, axis, class_="bars beside" if beside else "bars"), caption)
 
 
 def _bar(row: Bar, scale: Scale) -> Html:
@@ -110,14 +116,11 @@ def _part(part: Part, scale: Scale) -> Html:
 
 
 def _axis(scale: Scale, form: str) -> Html:
-    anchors = ["start", *["middle"] * (len(scale.ticks) - 2), "end"]
-    drawing = [
-        markup(
-            _line(scale.at(tick), 0, 4, "tick"),
-            tag("text", f"{tick:{form}}", x=f"{scale.at(tick)}%", y=17, text_anchor=anchor),
-        )
-        for tick, anchor in zip(scale.ticks, anchors, strict=True)
-    ]
+    drawing: list[Html] = []
+    for tick in scale.ticks:
+        at = scale.at(tick)
+        anchor = "start" if at < 5 else "end" if at > 95 else "middle"
+        drawing += [_line(at, 0, 4, "tick"), tag("text", f"{tick:{form}}", x=f"{at}%", y=17, text_anchor=anchor)]
     return tag("svg", drawing, width="100%", height=20, aria_hidden="true")
 
 

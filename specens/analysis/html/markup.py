@@ -66,12 +66,20 @@ def section(title: str, *children: Child, note: str | None = None, id_: str | No
     return tag("section", tag("h2", title), tag("p", note, class_="faint") if note else None, content, id=id_)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str) -> Html:
-    """A table that scrolls sideways where it is too wide; the first cell of a row names it. Nothing without rows."""
-    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, num_words: int = 1) -> Html:
+    """A table that scrolls sideways where it is too wide; nothing without rows. The first cell of a row names it; the first
+    `num_words` columns are words, the others numbers.
+    """
+
+    def cells(name: str, row: Sequence[str]) -> list[Html]:
+        kinds = ["words" if column < num_words else None for column in range(len(row))]
+        first = tag("th", row[0], class_=kinds[0], scope="row" if name == "td" else "col")
+        return [first, *(tag(name, cell, class_=kind) for cell, kind in zip(row[1:], kinds[1:], strict=True))]
+
+    body = [tag("tr", cells("td", row)) for row in rows]
     if not body:
         return Html()
-    head = tag("tr", [tag("th", cell, scope="col") for cell in header])
+    head = tag("tr", cells("th", header))
     return tag(
         "div",
         tag("table", tag("thead", head), tag("tbody", body)),

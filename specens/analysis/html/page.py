@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from specens.analysis.html.colours import Cast, style
 from specens.analysis.html.drafters import acceptance_by_depth, by_category, cost_against_gain, drafter_table, who_wins
 from specens.analysis.html.markup import Html, interval, markup, number, percent, section, table, tag
 from specens.analysis.html.teams import teams
-from specens.analysis.html.texts import Texts, texts
+from specens.analysis.html.texts import Texts, prompt_name, texts
 
 _HERE = Path(__file__).parent
 
@@ -44,9 +45,10 @@ def report(
     told = texts(prompts, steps, drafts, cast, pieces)
     body = [
         _header(title, summary),
-        [tag("p", notice, class_="banner") for notice in (*_notices(summary, len(runs)), *notices)],
-        _cards(summary),
+        [tag("p", notice, class_="banner") for notice in _notices(summary)],
+        tag("ul", [tag("li", notice) for notice in notices], class_="banner") if notices else None,
         _runs(runs),
+        _cards(summary),
         tag("div", who_wins(summary, cast), cost_against_gain(summary, cast), class_="pair"),
         _texts(told, cast),
         by_category(summary, cast),
@@ -103,13 +105,9 @@ def _header(title: str, summary: Mapping[str, Any]) -> Html:
     )
 
 
-def _notices(summary: Mapping[str, Any], num_runs: int) -> list[str]:
-    """What a reader must not miss: merged runs, one that did not finish, a lossy verifier, outputs unlike the baseline's."""
+def _notices(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader must not miss: a run that did not finish, a lossy verifier, outputs unlike the baseline's."""
     notices: list[str] = []
-    if num_runs > 1:
-        notices.append(
-            f"{num_runs} runs together: every number below is over all of them, except in the table of runs."
-        )
     status, error = summary.get("status"), summary.get("error")
     if status not in (None, "finished"):
         reason = str(error or "").strip().rpartition("\n")[2]  # of a traceback, the line that says it
@@ -120,10 +118,9 @@ def _notices(summary: Mapping[str, Any], num_runs: int) -> list[str]:
             f"This run used a lossy verifier ({summary.get('verifier')}): its texts need not be what the target alone "
             "would have written."
         )
-    num_done = (summary.get("num_prompts") or 0) - (summary.get("num_failed") or 0)
-    identical = summary.get("num_identical")
-    if identical is not None and identical < num_done:
-        notices.append(f"{num_done - identical} of {num_done} outputs differ from the baseline's.")
+    identical, compared = summary.get("num_identical"), summary.get("num_compared") or 0
+    if identical is not None and identical < compared:
+        notices.append(f"{compared - identical} of {compared} outputs differ from the baseline's.")
     return notices
 
 
@@ -169,9 +166,8 @@ def _baseline_note(summary: Mapping[str, Any]) -> str:
 
 
 def _identical_note(summary: Mapping[str, Any]) -> str:
-    num_done = (summary.get("num_prompts") or 0) - (summary.get("num_failed") or 0)
     identical = summary.get("num_identical")
-    return "not compared" if identical is None else f"{identical} of {num_done}"
+    return "not compared" if identical is None else f"{identical} of {summary.get('num_compared')}"
 
 
 def _time_note(summary: Mapping[str, Any]) -> str:
@@ -182,7 +178,7 @@ def _time_note(summary: Mapping[str, Any]) -> str:
 def _runs(runs: Sequence[Mapping[str, Any]]) -> Html:
     rows = [
         [
-            tag("span", str(run.get("run")), dir="auto"),
+            tag("bdi", str(run.get("run"))),
             str(run.get("words") or ""),
             str(run.get("status") or ""),
             number(run.get("num_prompts"), 0),
@@ -193,8 +189,9 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> Html:
         ]
         for run in runs
     ]
-    header = ["run", "words", "status", "prompts", "failed", "tokens per forward", "tokens per second", "speed-up"]
-    return section("Runs", table(header, rows, label="Runs"))
+    header = ["run", "words", "status", "prompts", "failed", "tokens per forward", "tokens per second", "speedup"]
+    note = f"Everything below the table is over all {len(runs)} runs together."
+    return section("Runs", table(header, rows, label="Runs", num_words=3), note=note)
 
 
 def _texts(told: Texts, cast: Cast) -> Html:
@@ -205,7 +202,7 @@ def _texts(told: Texts, cast: Cast) -> Html:
         "with Tab and the arrow keys: its members, and the margins, which are the gap between the target's two best scores."
     )
     first, others = told.blocks[:1], told.blocks[1:]
-    rest = tag("details", tag("summary", f"{len(others)} more"), others, class_="more") if others else None
+    rest = tag("details", tag("summary", f"{len(others)} more texts"), others, class_="more") if others else None
     left = f"{told.num_left_out} more texts are in prompts.parquet." if told.num_left_out else None
     content = [cast.legend(), tag("p", note, class_="faint"), first, rest]
     return section(
@@ -214,12 +211,8 @@ def _texts(told: Texts, cast: Cast) -> Html:
 
 
 def _failures(prompts: pd.DataFrame) -> Html:
-    failed = prompts[prompts["error"].notna()]
-    names = [name for name in ("run", "prompt_id") if name in failed.columns]
-    rows = [
-        tag("li", tag("b", " · ".join(str(prompt[name]) for name in names)), f": {prompt['error']}")
-        for prompt in failed[[*names, "error"]].to_dict("records")
-    ]
+    failed = prompts.take(np.flatnonzero(prompts["error"].notna())).to_dict("records")
+    rows = [tag("li", tag("b", prompt_name(prompt)), f": {prompt['error']}") for prompt in failed]
     return section("Failed prompts", tag("ul", rows) if rows else None)
 
 

@@ -85,7 +85,7 @@ def _team_table(rows: Rows, cast: Cast) -> Html:
 def _teams_of(ranks: Sequence[tuple[int, Mapping[str, Any]]], cast: Cast, label: str) -> Html:
     most = max(row.get("tokens_per_s") or 0.0 for _, row in ranks)
     columns = (("speedup", 2), ("acceptance_length", 2), ("calls", 0), ("num_nodes", 0), ("seconds", 1))
-    header = ["team", "tokens per second", "speed-up", "tokens per forward", "forwards", "nodes", "seconds"]
+    header = ["team", "tokens per second", "speedup", "tokens per forward", "forwards", "nodes", "seconds"]
     cells: list[list[str]] = []
     for rank, row in ranks:
         rate = row.get("tokens_per_s")
@@ -99,9 +99,9 @@ def _members_of(row: Mapping[str, Any], cast: Cast) -> Html:
     """A team as the marks of its members. Every drafter has its place, so that the marks stand in columns."""
     inside = str(row["team"]).split("+") if row.get("num_members") else []
     if not set(inside) <= set(cast.names):
-        return tag("span", str(row["team"]), dir="auto")
+        return tag("bdi", str(row["team"]))
     marks = [cast.mark(name) if name in inside else tag("span", "·", class_="mark") for name in cast.names]
-    return markup(marks, tag("span", " ", "+".join(inside) or "plain decoding", class_="faint"))
+    return markup(marks, tag("span", " ", "+".join(inside), class_="faint spelled") if inside else " plain decoding")
 
 
 def _member_values(rows: Rows, cast: Cast) -> Html:
@@ -118,10 +118,11 @@ def _member_values(rows: Rows, cast: Cast) -> Html:
             index = cast.names.index(name) if name in cast.names else None
             text = f"{number(value, digits)}{interval(span, digits)}; without it {number(last, digits)}"
             shown.append(Bar(cast.label(name), [Part(0, value, index, faint=True)], text, goal=last, span=span))
-        charts.append(bars(shown, unit=unit))
+        charts.append(bars(shown, unit=unit, beside=False))
     content = markup(*charts)
     note = tag("p", _VALUES_NOTE, class_="faint")
-    return markup(tag("h3", "What each member is worth"), note, content) if content else Html()
+    pair = tag("div", content, class_="pair")
+    return markup(tag("h3", "What each member is worth"), note, pair) if content else Html()
 
 
 def _policies(rows: Rows) -> Html:
@@ -136,7 +137,7 @@ def _policies(rows: Rows) -> Html:
         ]
         for row in rows
     ]
-    header = ["policy", "tokens per second", "speed-up", "tokens per forward", "forwards", "regret"]
+    header = ["policy", "tokens per second", "speedup", "tokens per forward", "forwards", "regret"]
     note = "All members together. Regret: the time beyond that of the team that is best in hindsight."
     grid = table(header, cells, label="Policies")
     return markup(tag("h3", "Policies"), tag("p", note, class_="faint"), grid) if grid else Html()

@@ -63,15 +63,16 @@ def texts(
 ) -> Texts:
     """A collapsible block per prompt that did not fail; the first is open. `pieces` as in `page.report`."""
     key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
-    shown, num_left_out = _that_fit(prompts[prompts["error"].isna()], key)
-    steps_of, drafts_of = (dict(iter(frame.groupby(key, sort=False))) for frame in (steps, drafts))
+    shown, num_left_out = _that_fit(prompts.take(np.flatnonzero(prompts["error"].isna())), key)
+    steps_of, drafts_of = (dict(tuple(frame.groupby(key, sort=False))) for frame in (steps, drafts))
     blocks: list[Html] = []
     winners: set[Winners] = set()
     for prompt in shown.to_dict("records"):
         where = tuple(prompt[name] for name in key)
-        own = steps_of.get(where, steps.iloc[:0])
+        own = steps_of[where] if where in steps_of else steps.iloc[:0]
+        proposals = drafts_of[where] if where in drafts_of else drafts.iloc[:0]
         own_pieces = prompt.get("output_pieces") if pieces is None else pieces.get(prompt["prompt_id"])
-        told = list(_steps(own, drafts_of.get(where, drafts.iloc[:0]), cast, own_pieces))
+        told = list(_steps(own, proposals, cast, own_pieces))
         winners.update(step.winners for step in told if step.winners)
         blocks.append(_block(prompt, own, told, cast, is_open=not blocks))
     return Texts(tuple(blocks), frozenset(winners), num_left_out)
@@ -127,7 +128,7 @@ def _block(prompt: Mapping[str, Any], steps: pd.DataFrame, told: Sequence[Step],
 
 
 def _headline(prompt: Mapping[str, Any], steps: pd.DataFrame) -> Html:
-    num_emitted, num_steps = int(steps["num_emitted"].sum()), len(steps)
+    num_emitted, num_steps = sum(steps["num_emitted"]), len(steps)
     facts = [str(prompt["category"]), f"{num_emitted} tokens in {num_steps} forwards"]
     if num_steps:
         facts.append(f"{number(num_emitted / num_steps, 2)} each")
@@ -137,8 +138,11 @@ def _headline(prompt: Mapping[str, Any], steps: pd.DataFrame) -> Html:
     if prompt.get("is_identical") is False:
         at = prompt.get("fork_at")
         facts.append("differs from the baseline's text" + ("" if at is None or pd.isna(at) else f" at token {at:.0f}"))
-    name = " · ".join(str(prompt[part]) for part in ("run", "prompt_id") if part in prompt)
-    return markup(tag("b", name, dir="auto"), tag("span", " · ", " · ".join(facts), class_="faint"))
+    return markup(tag("b", prompt_name(prompt), dir="auto"), tag("span", " · ", " · ".join(facts), class_="faint"))
+
+
+def prompt_name(prompt: Mapping[str, Any]) -> str:
+    return " · ".join(str(prompt[part]) for part in ("run", "prompt_id") if part in prompt)
 
 
 def _step(step: Step, cast: Cast) -> Html:

@@ -43,6 +43,7 @@ def who_wins(summary: Mapping[str, Any], cast: Cast) -> Html:
 def cost_against_gain(summary: Mapping[str, Any], cast: Cast) -> Html:
     """A bar per drafter: tokens per step that it gave; a mark: what plain decoding writes in its drafting time."""
     plain_per_s = summary.get("baseline_tokens_per_s")
+    most = max((summary["drafters"][name].get("tokens_per_step") or 0.0 for name in cast.names), default=0.0)
     rows: list[Bar] = []
     for index, name in enumerate(cast.names):
         numbers = summary["drafters"][name]
@@ -50,10 +51,10 @@ def cost_against_gain(summary: Mapping[str, Any], cast: Cast) -> Html:
         if gain is None or cost_ms is None:
             continue
         alone = min(max(numbers.get("marginal") or 0.0, 0.0), gain)
-        goal = None if plain_per_s is None else cost_ms / 1000 * plain_per_s
-        value = f"{gain:.2f} tokens for {cost_ms:.2f} ms" + ("" if goal is None else f" (worth {goal:.2f})")
+        worth = None if plain_per_s is None else cost_ms / 1000 * plain_per_s
+        value = f"{gain:.2f} tokens for {cost_ms:.2f} ms" + ("" if worth is None else f" (worth {worth:.2f})")
         parts = [Part(0, alone, index), Part(alone, gain, index, faint=True)]
-        rows.append(Bar(cast.label(name), parts, value, goal=goal))
+        rows.append(Bar(cast.label(name), parts, value, goal=None if worth is None else min(worth, most)))
     if not rows:
         return Html()
     note = "Full: tokens that nobody else had. Pale: its part of those that others had too."

@@ -36,7 +36,8 @@ class Bar:
     span: tuple[float, float] | None = None
 
     def reach(self) -> list[float]:
-        return [*(edge for part in self.parts for edge in (part.begin, part.end)), *(self.span or ())]
+        goal = [] if self.goal is None else [self.goal]
+        return [*(edge for part in self.parts for edge in (part.begin, part.end)), *(self.span or ()), *goal]
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,8 @@ def _close(tracker: Tracker, writer: RunWriter, outcome: Mapping[str, Any]) -> d
     prompts, steps, drafts = writer.frames()
     summary = {**summarise(prompts, steps, drafts), **outcome}
     writer.write_summary(summary)
-    pieces = dict(zip(prompts["prompt_id"], prompts["output_pieces"], strict=True))
-    title = f"specens run {writer.folder.name}"
-    writer.write_page(report(prompts, steps, drafts, summary, title=title, pieces=pieces))
+    title = f"specens run {writer.folder.resolve().name}"
+    writer.write_page(report(prompts, steps, drafts, summary, title=title))
     rows = prompts.drop(columns=["prompt_ids", "output_ids", "output_pieces", "baseline_ids"]).to_dict("records")
     tracker.finish(summary, drafter_table(summary).to_dict("records"), rows, outcome["status"])
     return summary

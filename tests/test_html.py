@@ -1,28 +1,49 @@
-"""The page of a run: complete, self-contained, safe, and true to the tables."""
+"""The page of a run: complete, self-contained, safe, readable in both schemes, and true to the tables."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from html.parser import HTMLParser
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from specens.analysis.html import report
+from specens.analysis.html import PALETTE, report
+from specens.analysis.html.colours import Cast
+from specens.analysis.html.figures import Scale
+from specens.analysis.html.markup import Html, markup, tag, visible
+from specens.analysis.html.texts import MAX_PROMPT_CHARS, MAX_TOKENS
 from specens.analysis.metrics import credit, summarise
 
-VOID = {"meta", "br", "hr"}
+VOID = {"meta", "input"}
+FETCHING = {
+    "src",
+    "href",
+    "xlink:href",
+    "srcset",
+    "action",
+    "formaction",
+    "data",
+    "poster",
+    "background",
+    "ping",
+    "style",
+}
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects attributes, the spans of tokens, and the visible text."""
+    """Checks that tags nest, and collects attributes, the steps of the texts, and what a reader sees."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
-        self.tokens: list[dict[str, str]] = []
-        self.text = ""
+        self.steps: list[dict[str, str]] = []
+        self.depth = 0  # of the step that is open, 0 outside of any
+        self.text = self.style = self.script = ""
         self.feed(text)
         self.close()
         assert not self.open
@@ -32,32 +53,46 @@ class Page(HTMLParser):
             self.open.append(tag)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         found = {name: value or "" for name, value in attrs}
-        if tag == "span" and "title" in found:
-            self.tokens.append({"class": found.get("class", ""), "title": found["title"], "text": ""})
+        if found.get("class") == "step":
+            self.steps.append({"tip": found["data-tip"], "text": "", "mark": "", "sole": "", "class": ""})
+            self.depth = len(self.open)
+        if tag == "mark":
+            self.steps[-1]["class"] = found["class"]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self.depth = self.depth if len(self.open) >= self.depth else 0
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if "style" in self.open:
+            self.style += data
+        elif "script" in self.open:
+            self.script += data
+        else:
             self.text += data
-        if self.tokens and self.open and self.open[-1] == "span":
-            self.tokens[-1]["text"] += data
+        if self.depth:
+            self.steps[-1]["text"] += data
+            self.steps[-1]["mark"] += data if "mark" in self.open else ""
+            self.steps[-1]["sole"] += data if "u" in self.open else ""
+
+    def named(self, name: str) -> list[str]:
+        return [value for _, key, value in self.attributes if key == name]
 
 
 def tables(num_prompts: int = 1, num_steps: int = 2) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Every step: members a and b match 2 and 1 tokens, then the target's own follows."""
+    """Every step: members a and b match 2 and 1 tokens, c stays silent; then the target's own token follows."""
     prompts, steps, drafts = [], [], []
     for number in range(num_prompts):
         where = {"prompt_id": f"p{number}"}
         for step in range(num_steps):
             times = {"draft_ms": 1.0, "verify_ms": 5.0, "host_ms": 1.0}
-            tokens = {"token_ids": [1, 2, 3], "token_owners": [3, 1, 0]}
+            tokens = {"token_ids": [1, 2, 3], "token_owners": [3, 1, 0], "margins": [0.25, 4.5, 1.0]}
             steps.append(
                 {**where, "step": step, "num_nodes": 4, "num_accepted": 2, "num_emitted": 3, **times, **tokens}
             )
-            for name, m, share in zip("ab", (2, 1), credit((2, 1), 2), strict=True):
-                counts = {"num_drafted": 2, "num_verified": 2, "num_matched": m, "num_tested": 2, "draft_ms": 0.5}
+            for name, m, share in zip("abc", (2, 1, 0), credit((2, 1, 0), 2), strict=True):
+                k = 0 if name == "c" else 2
+                counts = {"num_drafted": k, "num_verified": k, "num_matched": m, "num_tested": k, "draft_ms": 0.5}
                 won = {"win": share.win, "is_sole_win": share.is_sole_win}
                 credits = {"token_share": share.token_share, "marginal": share.marginal}
                 drafts.append({**where, "step": step, "drafter": name, **counts, **won, **credits})
@@ -84,53 +119,298 @@ def page(*frames: pd.DataFrame, pieces: dict[str, list[str]] | None = None, **ex
 
 PIECES = ["Hel", "lo", " there", ",", " you", "!\n"]
 
+REPLAY: dict[str, Any] = {
+    "subject": {"policy": "fixed", "max_nodes": 64},
+    "live": {"num_steps": 2, "num_different": 0, "predicted_s": 1.8, "measured_s": 2.0, "error": -0.1},
+    "teams": [
+        {"team": "plain", "num_members": 0, "calls": 6, "acceptance_length": 1.0, "tokens_per_s": 20.0, "speedup": 1.0},
+        {"team": "a", "num_members": 1, "calls": 2, "acceptance_length": 3.0, "tokens_per_s": 51.5, "speedup": 2.575},
+        {"team": "a+b+c", "num_members": 3, "calls": 2, "acceptance_length": 3.0, "tokens_per_s": 50.0, "speedup": 2.5},
+    ],
+    "members": [
+        {"member": "a", "shapley_s": 3.5, "shapley_s_low": 3.0, "shapley_s_high": 4.0, "leave_one_out_s": 2.0},
+        {"member": "b", "shapley_s": 0.5, "shapley_s_low": None, "shapley_s_high": None, "leave_one_out_s": -0.25},
+    ],
+    "policies": [{"policy": "priority", "tokens_per_s": 44.5, "regret": 0.123, "note": "the first one drafts"}],
+    "overlap": {"a": {"a": 1.0, "b": 0.25}, "b": {"a": 0.25, "b": 0.5}},
+    "rescue": {"a": {"a": None, "b": 0.75}, "b": {"a": 0.0, "b": None}},
+    "modelled": {"costs": {"origin": "gpu.json"}, "teams": [{"team": "b", "num_members": 1, "tokens_per_s": 7777.0}]},
+}
 
-def test_every_token_is_shown_once_and_coloured_by_its_winner() -> None:
-    tokens = Page(page(*tables(), pieces={"p0": PIECES})).tokens
-    assert "".join(token["text"] for token in tokens) == "".join(PIECES)
-    assert [token["class"] for token in tokens[:3]] == ["t0 many", "t0", ""]
-    assert [token["title"] for token in tokens[3:]] == [
-        "step 1 · a, b · token 3",
-        "step 1 · a · token 4",
-        "step 1 · target · token 5",
+
+# The texts
+
+
+def test_every_token_is_shown_once_in_the_colour_of_the_steps_winner() -> None:
+    steps = Page(page(*tables(), pieces={"p0": PIECES})).steps
+    assert [step["text"] for step in steps] == ["Hello there", ", you!\n"]
+    assert [step["mark"] for step in steps] == ["Hello", ", you"], "the target's own token is plain"
+    assert [step["sole"] for step in steps] == ["lo", " you"], "what nobody else had is underlined"
+    assert [step["class"] for step in steps] == ["w0", "w0"]
+
+
+def test_the_pieces_come_from_the_table_when_none_are_given() -> None:
+    prompts, steps, drafts = tables()
+    prompts["output_pieces"] = [PIECES]
+    assert page(prompts, steps, drafts) == page(*tables(), pieces={"p0": PIECES})
+
+
+def test_a_tie_has_the_stripes_and_letters_of_all_who_won() -> None:
+    prompts, steps, drafts = tables()
+    steps["token_owners"] = [[5, 5, 0], [7, 3, 0]]
+    shown = Page(page(prompts, steps, drafts, pieces={"p0": PIECES}))
+    assert [step["class"] for step in shown.steps] == ["w0-2", "w0-1"]
+    assert [step["sole"] for step in shown.steps] == ["", ""]
+    assert re.search(r"\.w0-2 \{[^}]*repeating-linear-gradient\([^}]*--t0[^}]*--t2", shown.style)
+    assert '.w0-2::before { content: "A C" }' in shown.style
+    assert "a tie of a, c with 2 tokens" in shown.steps[0]["tip"]
+
+
+def test_a_step_tells_its_members_and_margins() -> None:
+    tip = Page(page(*tables(), pieces={"p0": PIECES})).steps[1]["tip"]
+    assert tip.splitlines() == [
+        "step 1: won by a with 2 tokens",
+        "tokens right: a 2, b 1",
+        "silent: c",
+        "   3  margin  0.25  A B     ,",
+        "   4  margin  4.50  A       ·you",
+        "   5  margin  1.00  target  !⏎",
     ]
+
+
+@pytest.mark.parametrize("margins", [None, [None, None], [[], []]])
+def test_margins_that_were_not_measured_are_not_shown(margins: Any) -> None:
+    prompts, steps, drafts = tables()
+    steps = steps.drop(columns="margins") if margins is None else steps.assign(margins=margins)
+    tip = Page(page(prompts, steps, drafts, pieces={"p0": PIECES})).steps[0]["tip"]
+    assert "margin" not in tip and "   2  target  ·there" in tip
+
+
+def test_a_step_that_nobody_won_is_the_targets() -> None:
+    prompts, steps, drafts = tables(num_steps=1)
+    steps = steps.assign(num_accepted=0, num_emitted=1, token_ids=[[1]], token_owners=[[0]], margins=[[2.0]])
+    shown = Page(page(prompts, steps, drafts.assign(num_matched=0), pieces={"p0": ["Hel"]}))
+    assert [step["mark"] for step in shown.steps] == [""]
+    assert shown.steps[0]["tip"].startswith("step 0: the target alone\ntokens right: a 0, b 0\n")
+
+
+def test_every_step_can_be_reached_without_a_pointer() -> None:
+    shown = Page(page(*tables(num_prompts=2), pieces={"p0": PIECES, "p1": PIECES}))
+    assert shown.named("class").count("step") == 4
+    assert sum((tag, name, value) == ("span", "tabindex", "0") for tag, name, value in shown.attributes) == 4
+    assert ".step:focus::after" in shown.style
 
 
 @pytest.mark.parametrize("pieces", [None, {}, {"p0": PIECES[:-1]}])
 def test_without_fitting_pieces_the_whole_text_is_shown_uncoloured(pieces: dict[str, list[str]] | None) -> None:
     shown = Page(page(*tables(), pieces=pieces))
     assert "whole text" in shown.text
-    assert shown.tokens == []
+    assert shown.steps == []
+
+
+def test_only_the_first_text_is_open() -> None:
+    shown = Page(page(*tables(num_prompts=3)))
+    assert [tag for tag, name, _ in shown.attributes if name == "open"] == ["details"]
+    assert shown.text.count("Say something.") == 3
+    assert "2 more texts" in shown.text
+
+
+def test_a_text_that_differs_from_the_baselines_says_where() -> None:
+    prompts, steps, drafts = tables()
+    assert "differs" not in page(prompts, steps, drafts)
+    assert "text at token 4" in page(prompts.assign(is_identical=False, fork_at=4.0), steps, drafts)
+
+
+def test_a_page_holds_so_many_tokens_and_says_what_it_leaves_out() -> None:
+    prompts, steps, drafts = tables(num_prompts=3)
+    prompts["output_ids"] = [[1] * (MAX_TOKENS - 1), [1], [1]]
+    shown = Page(page(prompts, steps, drafts))
+    assert shown.text.count("Say something.") == 2
+    assert "1 more texts are in prompts.parquet" in shown.text
+    long = prompts.assign(prompt_text="x" * (MAX_PROMPT_CHARS + 1234))
+    assert "[and 1,234 more characters]" in page(long, steps, drafts)
+
+
+def test_forty_prompts_of_128_tokens_stay_small() -> None:
+    frames = tables(num_prompts=40, num_steps=43)
+    pieces = {f"p{number}": [" token"] * 129 for number in range(40)}
+    assert len(page(*frames, pieces=pieces).encode()) < 1_500_000
+
+
+# Safety
+
+EVIL = "<script>alert('x')</script> & \"quoted\" </style></details><img src=x onerror=1> \u202e\x00 --> ]]>"
 
 
 def test_all_text_stays_text() -> None:
-    evil = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=1>"
-    prompts, steps, drafts = tables()
+    prompts, steps, drafts = tables(num_prompts=2)
     for column in ("prompt_text", "text", "category"):
-        prompts[column] = evil
-    drafts["drafter"] = drafts["drafter"].replace("a", evil)
-    failed = prompts.assign(prompt_id=evil, error=evil)
-    frames = (pd.concat([prompts, failed], ignore_index=True), steps, drafts)
-    summary = {**summarise(*frames), "environment": {evil: evil}}
-    for pieces in (None, {"p0": [evil, *PIECES[1:]]}):
-        text = report(*frames, summary, title=evil, pieces=pieces)
-        shown = Page(text)
-        assert "<script" not in text
-        assert "<img" not in text
-        assert not any(name.startswith("on") or tag == "img" for tag, name, _ in shown.attributes)
-        assert shown.text.count(evil) >= 5
+        prompts[column] = EVIL
+    prompts["run"], steps["run"], drafts["run"] = EVIL, EVIL, EVIL
+    prompts.loc[1, "error"] = EVIL
+    drafts["drafter"] = drafts["drafter"].replace("a", EVIL)
+    replay = {
+        "teams": [{**REPLAY["teams"][1], "team": EVIL}, {**REPLAY["teams"][2], "team": f"{EVIL}+b"}],
+        "members": [{**REPLAY["members"][0], "member": EVIL}],
+        "policies": [{"policy": EVIL, "note": EVIL}],
+        "overlap": {EVIL: {EVIL: 0.5}},
+        "modelled": {"costs": {"origin": EVIL}, "teams": REPLAY["teams"]},
+    }
+    runs = [{"run": EVIL, "words": EVIL, "status": EVIL}, {"run": "other"}]
+    extra = {"environment": {EVIL: EVIL, "target": {"name": EVIL, "dtype": EVIL}}, "lossy": True}
+    summary = {**summarise(prompts, steps, drafts), **extra, "verifier": EVIL, "status": EVIL, "error": EVIL}
+    prompts["output_pieces"] = [[EVIL, *PIECES[1:]]] * 2
+    text = report(prompts, steps, drafts, summary, title=EVIL, replay=replay, runs=runs, notices=[EVIL])
+    assert "\x00" not in text and "\u202e" not in text
+    shown = Page(text)
+    tags = {tag for tag, _, _ in shown.attributes}
+    assert "img" not in tags and text.count("<script") == 1 == text.count("</script"), "the page's own"
+    assert text.count("<style") == 1 == text.count("</style")
+    assert not any(name.startswith("on") for _, name, _ in shown.attributes)
+    assert shown.text.count(visible(EVIL)) >= 18
+    assert visible(EVIL) in shown.steps[0]["text"] and EVIL not in shown.style
 
 
-def test_the_page_needs_no_network() -> None:
+def test_what_is_not_markup_is_text_whatever_it_is_in() -> None:
+    assert markup("<b>", tag("i", "<u>", title='"<'), None, ["&", Html("&amp;")]) == (
+        '&lt;b&gt;<i title="&quot;&lt;">&lt;u&gt;</i>&amp;&amp;'
+    )
+    assert tag("input", checked=True, disabled=False, name=None) == "<input checked>"
+
+
+def test_signs_that_would_be_lost_or_would_act_are_made_visible() -> None:
+    assert visible("a\tb\r\nc\n") == "a\tb\nc\n"
+    assert visible("\x00\x1b\x7f\r") == "\u2400\u241b\u2421\u240d"
+    assert visible("\u202egpj.exe\u2069") == "[U+202E]gpj.exe[U+2069]"
+    assert visible("\ud800").encode() == "\ufffd".encode()
+    assert visible("ünï 漢字 🙂 \u0645\u200c\u0646") == "ünï 漢字 🙂 \u0645\u200c\u0646"
+
+
+def test_the_page_needs_no_network_and_its_policy_forbids_all_but_its_own_style_and_script() -> None:
     text = page(*tables(), pieces={"p0": PIECES})
-    assert not any(name in ("src", "href", "srcset", "action") for _, name, _ in Page(text).attributes)
-    for word in ("http:", "https:", "@import", "url(", "<script", "<link"):
+    shown = Page(text)
+    assert not FETCHING & {name for _, name, _ in shown.attributes}
+    for word in ("http:", "https:", "@import", "url(", "<link", "<base"):
         assert word not in text
+    (policy,) = (
+        value for tag, name, value in shown.attributes if (tag, name) == ("meta", "content") and "src" in value
+    )
+    assert text.index("Content-Security-Policy") < text.index("<style")
+
+    def digest(content: str) -> str:
+        return "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
+
+    assert policy == (
+        f"default-src 'none'; style-src {digest(shown.style)}; script-src {digest(shown.script)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
 
 
-def test_the_bars_show_the_win_rates_and_nobody() -> None:
-    widths = [value for _, name, value in Page(page(*tables())).attributes if name == "style"]
-    assert widths == ["width:100.0%", "width:0.0%", "width:0.0%"]
+# Colours
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2's relative luminance, written down once more."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(first: str, second: str) -> float:
+    a, b = luminance(first), luminance(second)
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_and_marks_stand_out_in_both_schemes(scheme: int) -> None:
+    prompts, steps, drafts = tables()
+    names = [f"drafter {letter}" for letter in "abcdefgh"]
+    drafts = pd.concat([drafts.assign(drafter=name) for name in names], ignore_index=True)
+    style = Page(page(prompts, steps, drafts)).style
+    found = dict(re.findall(r"--(\w+): light-dark\(#(\w{6}, #\w{6})\)", style))
+    colours = {name: pair.split(", #")[scheme] for name, pair in found.items()}
+    for background in ("paper", "soft"):
+        for text in ("ink", "faint", "alarm"):
+            assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
+    for behind in (*(f"t{i}" for i in range(8)), *(f"h{i}" for i in range(1, 11))):
+        assert contrast(colours["ink"], colours[behind]) >= 4.5, behind
+    for drawn in (*(f"c{i}" for i in range(8)), "faint"):
+        assert contrast(colours[drawn], colours["paper"]) >= 3, drawn
+    tints = [colours[f"t{i}"] for i in range(8)]
+    assert len(set(tints)) == len(PALETTE)
+
+
+def test_drafters_are_told_apart_by_letters_too() -> None:
+    names = [
+        "ngram",
+        "retrieval",
+        "non_autoregressive",
+        "distilled",
+        "quantized",
+        "nucleus",
+        "small2",
+        "漢字",
+        "<b>",
+        "né",
+    ]
+    letters = Cast.of(names).letters
+    assert letters == ("N", "R", "NA", "D", "Q", "N2", "S", "D2", "B", "N3")
+    shown = Page(page(*tables()))
+    assert [value for tag, name, value in shown.attributes if (tag, name) == ("span", "class") and "mark" in value][
+        :3
+    ] == [
+        "mark t0",
+        "mark t1",
+        "mark t2",
+    ]
+
+
+# The numbers
+
+
+def rects(text: str, kind: str) -> list[tuple[float, float]]:
+    """Begin and width, in percent, of the parts of that class."""
+    found = re.findall(rf'<rect x="([\d.]+)%" width="([\d.]+)%"[^>]* class="part {kind}">', text)
+    return [(float(begin), float(width)) for begin, width in found]
+
+
+def test_the_bars_show_the_win_rates_alone_and_tied_and_nobody() -> None:
+    prompts, steps, drafts = tables()
+    text = page(prompts, steps, drafts)
+    assert rects(text, "c0")[0] == (0.0, 100.0)
+    assert rects(text, "c1")[0] == rects(text, "none")[0] == (0.0, 0.0)
+    is_tied = drafts["drafter"].isin(["a", "b"]) & (drafts["step"] == 1)
+    drafts.loc[is_tied, ["win", "is_sole_win"]] = [0.5, False]
+    tied = page(prompts, steps, drafts)
+    assert (rects(tied, "c0")[0], rects(tied, "c0 pale")[0]) == ((0.0, 66.67), (66.67, 33.33)), "of an axis to 75%"
+    assert rects(tied, "c1 pale")[0] == (0.0, 33.33)
+
+
+def test_gain_is_drawn_against_what_the_drafting_time_is_worth() -> None:
+    """a has 0.5 + 1 tokens per step, one of them alone; plain decoding writes 6 tokens/s: 0.003 tokens in 0.5 ms."""
+    text = page(*tables())
+    part = text[text.index("Cost against gain") :]
+    assert "1.50 tokens for 0.50 ms (worth 0.00)" in part and "0.50 tokens for 0.50 ms" in part
+    assert rects(part, "c0")[0] == (0.0, 66.67) and rects(part, "c0 pale")[0] == (66.67, 33.33)
+    assert 'x1="0.2%" x2="0.2%" y1="0" y2="100%" class="goal"' in part
+    prompts, steps, drafts = tables()
+    assert "goal" not in Page(page(prompts.assign(baseline_decode_s=None), steps, drafts)).named("class")
+
+
+def test_a_category_is_made_of_the_targets_own_tokens_and_the_drafters_parts() -> None:
+    text = page(*tables())
+    part = text[text.index("<h2>Categories") : text.index("<h2>Drafters")]
+    widths = [rects(part, kind)[0] for kind in ("none", "c0 pale", "c1 pale", "c2 pale")]
+    assert widths == [(0.0, 33.33), (33.33, 50.0), (83.33, 16.67), (100.0, 0.0)]
+    assert "3.00 · 0.50×" in part
+
+
+def test_an_axis_holds_all_values_and_has_ticks_at_round_numbers() -> None:
+    assert Scale.over([0.93]).ticks == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert Scale.over([-3.0, 17.0]).ticks == (0.0, 5.0, 10.0, 15.0)
+    assert Scale.over([-0.7, -0.1]).ticks == pytest.approx([-0.6, -0.4, -0.2, 0.0])
+    assert Scale.over([0.0, 0.0]) == Scale(0.0, 1.0, (0.0, 1.0))
+    assert [Scale.over([4.0]).at(value) for value in (-1, 0, 1, 4, 9)] == [0, 0, 25, 100, 100]
 
 
 def test_a_run_slower_than_its_baseline_says_so() -> None:
@@ -146,11 +426,16 @@ def test_a_run_slower_than_its_baseline_says_so() -> None:
     assert "no baseline in this run" in none.text
 
 
-def test_a_lossy_verifier_and_differing_outputs_are_announced() -> None:
+def test_what_must_not_be_missed_is_at_the_top() -> None:
     prompts, steps, drafts = tables()
-    assert 'class="banner"' not in page(prompts, steps, drafts, lossy=False)
+    assert 'class="banner"' not in page(prompts, steps, drafts, lossy=False, status="finished")
     assert "lossy verifier" in Page(page(prompts, steps, drafts, lossy=True)).text
     assert "1 of 1 outputs differ" in Page(page(prompts.assign(is_identical=False), steps, drafts)).text
+    uncompared = tables(num_prompts=2)
+    uncompared[0]["is_identical"] = [True, None]
+    assert "outputs differ" not in page(*uncompared) and "1 of 1" in page(*uncompared)
+    broken = Page(page(prompts, steps, drafts, status="failed", error="Traceback\n  line\nKeyError: 'x'\n")).text
+    assert "This run is failed: KeyError: 'x'." in broken
 
 
 def test_failed_prompts_are_listed_with_their_errors() -> None:
@@ -158,7 +443,6 @@ def test_failed_prompts_are_listed_with_their_errors() -> None:
     prompts.loc[1, "error"] = "context of 8192 tokens exceeded"
     shown = Page(page(prompts, steps, drafts))
     assert "p1: context of 8192 tokens exceeded" in shown.text
-    assert [tag for tag, name, _ in shown.attributes if (tag, name) == ("details", "open")] == ["details"]
     assert shown.text.count("Say something.") == 1
 
 
@@ -175,7 +459,64 @@ def test_a_run_without_drafters_or_prompts_is_a_page_too() -> None:
     Page(page(prompts.iloc[:0], steps.iloc[:0], drafts.iloc[:0]))
 
 
-def test_forty_prompts_of_128_tokens_stay_small() -> None:
-    frames = tables(num_prompts=40, num_steps=43)
-    pieces = {f"p{number}": [" token"] * 129 for number in range(40)}
-    assert len(page(*frames, pieces=pieces).encode()) < 3_000_000
+def test_merged_runs_are_named_and_told_apart() -> None:
+    parts = [[frame.assign(run=name) for frame in tables()] for name in ("0", "1")]
+    frames = [pd.concat(pair, ignore_index=True) for pair in zip(*parts, strict=True)]
+    frames[1].loc[frames[1]["run"] == "1", "token_owners"] = pd.Series([[2, 2, 0]] * 4)
+    runs = [{"run": "0", "words": "layout=tree", "speedup": 1.25}, {"run": "1", "words": "layout=rows"}]
+    frames[0]["output_pieces"] = [PIECES] * 2
+    text = report(*frames, summarise(*frames), title="Two runs", runs=runs)
+    shown = Page(text)
+    assert [step["class"] for step in shown.steps] == ["w0", "w0", "w1", "w1"]
+    assert "all 2 runs together" in shown.text and "layout=rows" in shown.text and "1.25" in shown.text
+    assert "0 · p0" in shown.text and "1 · p0" in shown.text
+
+
+# A replay
+
+
+def replayed(replay: dict[str, Any]) -> str:
+    frames = tables()
+    return report(*frames, summarise(*frames), title="A run", replay=replay)
+
+
+def test_a_replay_shows_teams_by_speed_and_what_members_are_worth() -> None:
+    text = Page(replayed(REPLAY)).text.partition("TeamsReplayed")[2]
+    order = [text.index(rate) for rate in ("51.5", "50.0", "20.0")]
+    assert order == sorted(order) and "plain decoding" in text
+    assert "in all of its 2 steps" in text and "1.8 s; it took 2.0 s (-10.0%)" in text
+    assert "3.50 (95%: 3.00 to 4.00); without it 2.00" in text
+    assert "0.50; without it -0.25" in text
+    assert "seconds saved" in text and "target forwards saved" not in text, "nothing is said of calls"
+    assert "Right where another was wrong" in text and "75.0%" in text and "12.3%" in text
+    assert "Modelled, not measured: by the cost table gpu.json" in text and "7,777.0" in text
+
+
+def test_a_replay_that_is_not_the_run_is_not_to_be_trusted() -> None:
+    text = replayed({**REPLAY, "live": {"num_steps": 2, "num_different": 1}})
+    assert '<p class="banner">The replay is not the run: 1 of 2 steps differ' in text
+
+
+def test_many_teams_are_folded_but_for_the_best_everybody_and_nobody() -> None:
+    rows = [{"team": f"m{at}", "num_members": 1, "tokens_per_s": 99.0 - at} for at in range(30)]
+    everybody = {"team": "a+b", "num_members": 2, "tokens_per_s": 2.0}
+    nobody = {"team": "plain", "num_members": 0, "tokens_per_s": 1.0}
+    head, _, rest = Page(replayed({"teams": [nobody, *rows, everybody]})).text.partition("All 32 teams")
+    assert "10.m9" in head and "m10" not in head and "a+b" in head and "plain decoding" in head
+    assert "30.m29" in rest
+
+
+@pytest.mark.parametrize("missing", [*REPLAY, None])
+def test_what_a_replay_lacks_is_left_out(missing: str | None) -> None:
+    replay = {} if missing is None else {key: value for key, value in REPLAY.items() if key != missing}
+    titles = {
+        "subject": "Under budget=",
+        "live": "the run itself",
+        "teams": "51.5",
+        "members": "What each member is worth",
+        "policies": "Policies",
+        "overlap": "Right together",
+        "rescue": "Right where",
+        "modelled": "Modelled",
+    }
+    assert titles.get(missing or "", "Teams") not in Page(replayed(replay)).text

@@ -302,8 +302,16 @@ def test_categories_partition_the_prompts() -> None:
     steps = [{"prompt": "q", "m": (3,), "drafted": (3,)}, {"prompt": "r", "m": (0,), "drafted": (3,)}]
     prompts = {"q": timed(1.0, 2.0, 4, category="code"), "r": timed(1.0, 0.5, 1, category="chat")}
     table = summarise(*frames(steps, names=["a"], prompts=prompts))["by_category"]
-    assert table["code"] == {"num_prompts": 1, "acceptance_length": 4.0, "speedup": 2.0, "tokens_per_s": 4.0}
-    assert table["chat"] == {"num_prompts": 1, "acceptance_length": 1.0, "speedup": 0.5, "tokens_per_s": 1.0}
+    code = {"num_prompts": 1, "acceptance_length": 4.0, "speedup": 2.0, "tokens_per_s": 4.0}
+    chat = {"num_prompts": 1, "acceptance_length": 1.0, "speedup": 0.5, "tokens_per_s": 1.0}
+    assert table == {"code": {**code, "tokens_per_step": {"a": 3.0}}, "chat": {**chat, "tokens_per_step": {"a": 0.0}}}
+
+
+def test_the_drafters_parts_and_the_targets_own_token_make_the_acceptance_length() -> None:
+    summary = summarise(*frames(random_steps(3, 2)))
+    parts = [numbers["tokens_per_step"] for numbers in summary["drafters"].values()]
+    assert 1 + sum(parts) == pytest.approx(summary["acceptance_length"])
+    assert [*summary["by_category"]["chat"]["tokens_per_step"].values()] == pytest.approx(parts)
 
 
 def test_merged_runs_keep_prompts_of_the_same_name_apart() -> None:

@@ -95,7 +95,8 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     """The numbers of `summary.json` that come from the tables. Takes one run's tables or merged ones (column `run`).
 
     `num_prompts` counts all prompts, `num_failed` those with an error; every other number leaves failed prompts out.
-    `num_identical` counts outputs equal to the baseline's, None without baseline. The other keys are defined in
+    `num_compared` counts outputs that have a baseline's text to be compared with, `num_identical` those that are equal to it,
+    None when none was compared. The other keys are defined in
     `_speed`, `_acceptance`, `_costs` and `_drafter`; `by_category` repeats some of them on the prompts of one category.
     """
     key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
@@ -105,15 +106,16 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
     steps = rows_where(steps, ~_is_of(steps, failed, key))
     drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
-    has_baseline = bool(done["is_identical"].notna().to_numpy().any())
+    num_compared = _num_true(done["is_identical"].notna().to_numpy(bool))
     return {
         **_speed(done),
         **_acceptance(steps, key),
         "num_prompts": len(prompts),
         "num_failed": len(failed),
-        "num_identical": _count(done, "is_identical") if has_baseline else None,
+        "num_compared": num_compared,
+        "num_identical": _count(done, "is_identical") if num_compared else None,
         **_costs(steps),
-        "by_category": _by_category(done, steps, key),
+        "by_category": _by_category(done, steps, drafts, key),
         "drafters": _drafters(steps, drafts, key),
     }
 
@@ -199,17 +201,23 @@ def _costs(steps: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _by_category(done: pd.DataFrame, steps: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
-    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second."""
+def _by_category(
+    done: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second, and
+    `tokens_per_step` of every drafter (see `_drafter`).
+    """
     table: dict[str, dict[str, Any]] = {}
     for name, group in done.groupby("category", sort=False):
         own = rows_where(steps, _is_of(steps, group, key))
+        members = rows_where(drafts, _is_of(drafts, group, key)).groupby("drafter", sort=False)
         speed = _speed(group)
         table[str(name)] = {
             "num_prompts": len(group),
             "acceptance_length": _ratio(_sum(own, "num_emitted"), len(own)),
             "speedup": speed["speedup"],
             "tokens_per_s": speed["tokens_per_s"],
+            "tokens_per_step": {str(drafter): _ratio(_sum(rows, "token_share"), len(own)) for drafter, rows in members},
         }
     return table
 
@@ -227,7 +235,8 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
     """One member's numbers. `rows` are its steps; `num_steps` and `num_accepted` are those of all steps.
 
     - `win_rate`, `sole_win_rate`: sum of `win`, `is_sole_win` / all steps. `token_share`: its share of all accepted
-      tokens. `marginal`: mean per step. See `credit`.
+      tokens. `tokens_per_step`: sum of its token shares / all steps, its part of the acceptance length. `marginal`: mean per
+      step. See `credit`.
     - `num_accepted`: sum of min(m_d, A). `acceptance_rate`: that / its verified nodes. `wasted_nodes`: the difference.
     - `acceptance_by_depth`: see `_acceptance_by_depth`. `solo_acceptance_length`: 1 + mean m_d, what it would give
       alone from the starts of these steps.
@@ -243,6 +252,7 @@ def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[st
         "win_rate": _ratio(_sum(rows, "win"), num_steps),
         "sole_win_rate": _ratio(_sum(rows, "is_sole_win"), num_steps),
         "token_share": _ratio(_sum(rows, "token_share"), num_accepted),
+        "tokens_per_step": _ratio(_sum(rows, "token_share"), num_steps),
         "marginal": _mean(rows, "marginal"),
         "acceptance_rate": _ratio(accepted, verified),
         "acceptance_by_depth": _acceptance_by_depth(matched, floats(rows, "num_tested")),

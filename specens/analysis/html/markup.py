@@ -1,0 +1,103 @@
+"""Markup that is safe by construction: `Html` is markup, every other text is shown as text, whatever is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TypeAlias
+
+MISSING = "-"
+"""Shown for a number that was never measured."""
+
+_VOID = ("input", "meta")
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_BIDI)},
+    **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),
+}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | Iterable[Child] | None"
+
+
+def visible(text: str) -> str:
+    """`text` with everything that would be lost in a page, or would act on the text around it, as a visible sign: control
+    characters (NUL is U+2400), bidirectional controls, halves of surrogate pairs.
+    """
+    return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+def markup(*children: Child) -> Html:
+    """The children one after another: `Html` as it is, other text escaped, None left out, lists in turn."""
+    parts: list[str] = []
+    for child in children:
+        if isinstance(child, str):
+            parts.append(child if isinstance(child, Html) else escape(visible(child)))
+        elif child is not None:
+            parts.append(markup(*child))
+    return Html("".join(parts))
+
+
+def tag(name: str, /, *children: Child, **attributes: object) -> Html:
+    """`<name attributes>children</name>`. `class_` is class and `data_tip` data-tip; None and False are left out, True stands
+    alone.
+    """
+    given = "".join(
+        f" {key.strip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(visible(str(value)))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Html(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{markup(*children)}</{name}>")
+
+
+def section(title: str, *children: Child, note: str | None = None, id_: str | None = None) -> Html:
+    """A part of the page; nothing when it has no content."""
+    content = markup(*children)
+    if not content:
+        return Html()
+    return tag("section", tag("h2", title), tag("p", note, class_="faint") if note else None, content, id=id_)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, num_words: int = 1) -> Html:
+    """A table that scrolls sideways where it is too wide; nothing without rows. The first cell of a row names it; the first
+    `num_words` columns are words, the others numbers.
+    """
+
+    def cells(name: str, row: Sequence[str]) -> list[Html]:
+        kinds = ["words" if column < num_words else None for column in range(len(row))]
+        first = tag("th", row[0], class_=kinds[0], scope="row" if name == "td" else "col")
+        return [first, *(tag(name, cell, class_=kind) for cell, kind in zip(row[1:], kinds[1:], strict=True))]
+
+    body = [tag("tr", cells("td", row)) for row in rows]
+    if not body:
+        return Html()
+    head = tag("tr", cells("th", header))
+    return tag(
+        "div",
+        tag("table", tag("thead", head), tag("tbody", body)),
+        class_="scroll",
+        tabindex=0,
+        role="region",
+        aria_label=label,
+    )
+
+
+def number(value: float | None, digits: int) -> str:
+    return MISSING if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f}%"
+
+
+def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
+    """A 95% interval in brackets, with a space before it; nothing when there is none."""
+    return f" (95%: {number(bounds[0], digits)} to {number(bounds[1], digits)})" if bounds else ""

@@ -85,12 +85,15 @@ def replay_of(trace: Trace, live: Live) -> pd.DataFrame:
             lengths |= {str(name): planned} if planned else {}
     known = live.costs()
     costs = {name: known.get(name, CostTable()) for name in trace.prompt_ids}
-    return replay(trace, live.budget, costs, live.members, lengths)
+    try:
+        return replay(trace, live.budget, costs, live.members, lengths)
+    except UserError as error:
+        raise UserError(f"{live.name}: {error}") from error
 
 
 def compared(trace: Trace, model: CostModel, live: Live, replayed: pd.DataFrame) -> dict[str, Any]:
     """A run beside its replay, over the prompts that both have with the same text: the same steps? `error`: the model's seconds
-    over the measured ones, less 1.
+    over the measured ones, less 1. Speedups are over plain decoding, the measured one by the run's own baseline.
     """
     texts = zip(live.prompts["prompt_id"], live.prompts["output_ids"], strict=True)
     own = {str(name): list(ids) for name, ids in texts if ids is not None}
@@ -99,6 +102,8 @@ def compared(trace: Trace, model: CostModel, live: Live, replayed: pd.DataFrame)
     if not shared:
         raise UserError(f"{live.name}: has none of the trace's texts; give a run of the same target and prompts")
     steps, replayed = of_prompts(live.steps, shared), of_prompts(replayed, shared)
+    plain = of_prompts(replay(trace, FixedBudget(), members=()), shared)
+    baseline_s = floats(of_prompts(live.prompts, shared), "baseline_decode_s").sum()
     return {
         "run": live.name,
         "team": "+".join(live.members) or PLAIN,
@@ -107,6 +112,8 @@ def compared(trace: Trace, model: CostModel, live: Live, replayed: pd.DataFrame)
         "predicted_s": model.seconds(replayed),
         "measured_s": measured_seconds(steps),
         "error": prediction_error(model, steps, replayed),
+        "measured_speedup": baseline_s / measured_seconds(steps),
+        "predicted_speedup": model.seconds(plain) / model.seconds(replayed),
     }
 
 

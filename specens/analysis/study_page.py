@@ -111,40 +111,39 @@ def _square(shares: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
 
 
 def _policies(rows: Rows) -> Iterator[str]:
-    heads = ["policy", "tok/s", "x plain", "tokens a call", "calls", "regret", "to each prompt's best", "what it is"]
-    yield from _table(
-        heads,
+    heads = ["policy", "what it is", "tok/s", "x plain", "tokens a call", "calls", "regret", "to each prompt's best"]
+    cells = [
         [
-            [
-                row["policy"],
-                _number(row["tokens_per_s"], ".1f"),
-                _number(row["speedup"], ".2f"),
-                _number(row["acceptance_length"], ".2f"),
-                str(row["calls"]),
-                _percent(row["regret"]),
-                _percent(row["regret_by_prompt"]),
-                row["note"],
-            ]
-            for row in rows
-        ],
-    )
+            row["policy"],
+            row["note"],
+            _number(row["tokens_per_s"], ".1f"),
+            _number(row["speedup"], ".2f"),
+            _number(row["acceptance_length"], ".2f"),
+            str(row["calls"]),
+            _percent(row["regret"]),
+            _percent(row["regret_by_prompt"]),
+        ]
+        for row in rows
+    ]
+    yield from _table(heads, cells, num_left=2)
     yield "\nRegret: time beyond that of the one best team of budget=fixed, and of each prompt's own best team."
 
 
 def _others(rows: Rows) -> Iterator[str]:
-    yield from _table(
-        ["run", "team", "prompts", "steps", "different", "measured s", "predicted s", "error"],
+    heads = ["run", "team", "prompts", "steps", "different", "seconds", "predicted", "error", "x plain", "predicted"]
+    cells = [
         [
-            [
-                row["run"],
-                row["team"],
-                *(str(row[name]) for name in ("num_prompts", "num_steps", "num_different")),
-                *(_number(row[name], ".2f") for name in ("measured_s", "predicted_s")),
-                _percent(row["error"]),
-            ]
-            for row in rows
-        ],
-    )
+            row["run"],
+            row["team"],
+            *(str(row[name]) for name in ("num_prompts", "num_steps", "num_different")),
+            *(_number(row[name], ".2f") for name in ("measured_s", "predicted_s")),
+            _percent(row["error"]),
+            *(_number(row[name], ".2f") for name in ("measured_speedup", "predicted_speedup")),
+        ]
+        for row in rows
+    ]
+    yield from _table(heads, cells, num_left=2)
+    yield "\nx plain: against the other run's own baseline, which a busier or idler machine meets alike."
     for row in rows:
         if row["num_different"]:
             yield f"\n{row['run']}: {row['first_difference']}"
@@ -154,14 +153,16 @@ def _percent(share: float | None) -> str:
     return _number(share, "+.1%")
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table: the first column to the left, the others to the right, in columns that a terminal shows as such."""
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> Iterator[str]:
+    """A table in columns that a terminal shows as such: the first `num_left` to the left, the others to the right."""
     widths = [max(4, *map(len, column)) for column in zip(heads, *rows, strict=True)]
-    rules = [("-" * width, "-" * (width - 1) + ":")[place > 0] for place, width in enumerate(widths)]
+    rules = ["-" * width if place < num_left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
     for row in (heads, rules, *rows):
-        first, *others = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        yield f"| {' | '.join(cells)} |"
+        padded = [
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"| {' | '.join(padded)} |"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -104,8 +104,11 @@ def _totals(
 
 
 def union(trace: Trace, lengths: Mapping[str, int] | None = None) -> pd.DataFrame:
-    """The steps in which all that anybody proposes is verified, as if drafting and width cost nothing: no choice among these
-    proposals makes fewer. No depth and no node is written down, so that a cost model takes each for a plain step.
+    """The steps in which all that anybody proposes is verified, as if drafting and width cost nothing: no depth and no node is
+    written down, so that a cost model takes each for a plain step.
+
+    No step could be longer. That it takes the fewest steps is no theorem: one that ended earlier might let the next begin where
+    somebody is luckier.
     """
     all_nodes = sum(member.num_draft_nodes for member in trace.members)
     steps = replay(trace, FixedBudget(max_nodes=all_nodes), None, None, lengths)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import rows_where
 from specens.analysis.html.colours import Cast, style
 from specens.analysis.html.drafters import acceptance_by_depth, by_category, cost_against_gain, drafter_table, who_wins
 from specens.analysis.html.markup import Html, interval, markup, number, percent, section, table, tag
@@ -211,7 +211,7 @@ def _texts(told: Texts, cast: Cast) -> Html:
 
 
 def _failures(prompts: pd.DataFrame) -> Html:
-    failed = prompts.take(np.flatnonzero(prompts["error"].notna())).to_dict("records")
+    failed = rows_where(prompts, prompts["error"].notna().to_numpy(bool)).to_dict("records")
     rows = [tag("li", tag("b", prompt_name(prompt)), f": {prompt['error']}") for prompt in failed]
     return section("Failed prompts", tag("ul", rows) if rows else None)
 

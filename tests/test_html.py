@@ -220,7 +220,7 @@ def test_only_the_first_text_is_open() -> None:
     shown = Page(page(*tables(num_prompts=3)))
     assert [tag for tag, name, _ in shown.attributes if name == "open"] == ["details"]
     assert shown.text.count("Say something.") == 3
-    assert "2 more texts" in shown.text
+    assert "More texts (2)" in shown.text
 
 
 def test_a_text_that_differs_from_the_baselines_says_where() -> None:
@@ -234,7 +234,7 @@ def test_a_page_holds_so_many_tokens_and_says_what_it_leaves_out() -> None:
     prompts["output_ids"] = [[1] * (MAX_TOKENS - 1), [1], [1]]
     shown = Page(page(prompts, steps, drafts))
     assert shown.text.count("Say something.") == 2
-    assert "1 more texts are in prompts.parquet" in shown.text
+    assert "size: 1. They are in prompts.parquet" in shown.text
     long = prompts.assign(prompt_text="x" * (MAX_PROMPT_CHARS + 1234))
     assert "[and 1,234 more characters]" in page(long, steps, drafts)
 

@@ -202,12 +202,10 @@ def _texts(told: Texts, cast: Cast) -> Html:
         "with Tab and the arrow keys: its members, and the margins, which are the gap between the target's two best scores."
     )
     first, others = told.blocks[:1], told.blocks[1:]
-    rest = tag("details", tag("summary", f"{len(others)} more texts"), others, class_="more") if others else None
-    left = f"{told.num_left_out} more texts are in prompts.parquet." if told.num_left_out else None
-    content = [cast.legend(), tag("p", note, class_="faint"), first, rest]
-    return section(
-        "Texts", content if told.blocks else None, tag("p", left, class_="faint") if left else None, id_="texts"
-    )
+    rest = tag("details", tag("summary", f"More texts ({len(others)})"), others) if others else None
+    left = f"Left out, for the page's size: {told.num_left_out}. They are in prompts.parquet."
+    size = tag("p", left, class_="faint") if told.num_left_out else None
+    return section("Texts", [cast.legend(), tag("p", note, class_="faint"), first, rest, size] if first else None)
 
 
 def _failures(prompts: pd.DataFrame) -> Html:

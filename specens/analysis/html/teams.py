@@ -48,8 +48,7 @@ def teams(replay: Mapping[str, Any], cast: Cast) -> Html:
     )
     if "policy" in subject:
         note += f" Under budget={subject['policy']}, at most {subject.get('max_nodes')} nodes."
-    content = markup(*parts)
-    return section("Teams", content, note=note, id_="teams") if content else Html()
+    return section("Teams", *parts, note=note)
 
 
 def _fidelity(live: Mapping[str, Any]) -> Html:

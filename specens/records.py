@@ -281,7 +281,7 @@ def load(*folders: Path | str) -> Run:
     for path, run in _with_unique_runs(found):
         try:
             if path.name == SUMMARY_NAME:
-                summaries.append({"run": run, "words": _words(path.parent), **_read_summary(path)})
+                summaries.append({"run": run, "words": words_of(path.parent), **_read_summary(path)})
             else:
                 table = _read_table(path)
                 tables[path.stem].append(table.append_column("run", pa.array([run] * len(table), pa.string())))
@@ -328,7 +328,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return content
 
 
-def _words(folder: Path) -> dict[str, str]:
+def words_of(folder: Path) -> dict[str, str]:
     """The words of the job, as Hydra wrote them into its folder. Raises ValueError when its file cannot be read."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.exists():

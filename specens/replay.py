@@ -1,5 +1,5 @@
 """python -m specens.replay run=<folder>: what would any other team of the drafters have done? From the dense trace of a run,
-without its models; `replay.md`, `replay.csv` and `replay.json` in the run's folder.
+without its models; `replay.md`, `replay.csv` and `replay.json` in the run's folder, and a report.html that shows them.
 
 Exit code 2: the replay of what ran is not the run itself.
 """
@@ -30,6 +30,7 @@ from specens.decoding.costs import read_costs, read_versions
 from specens.errors import UserError, check_count
 from specens.files import plain, write_whole
 from specens.records import COSTS_NAME, SUMMARY_NAME, Run, load, load_dense
+from specens.report import rebuild
 from specens.run import failing_in_one_line
 
 NOT_THE_RUN = 2
@@ -95,6 +96,7 @@ def replay(config: DictConfig) -> dict[str, Any]:
     )
     content = plain({**content, "status": _status_of(folder)})
     _write(folder, content, page_of(content))
+    rebuild(folder)
     return content
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ import hydra
 import hydra.utils
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 
+from specens.analysis.frames import rows_where
 from specens.analysis.html import report
 from specens.analysis.metrics import summarise
 from specens.config import CONF_DIR, VERSION_BASE
 from specens.errors import UserError, one_line
 from specens.files import write_whole
-from specens.records import SUMMARY_NAME, Run, load
+from specens.records import SUMMARY_NAME, Run, load, words_of
 from specens.run import failing_in_one_line
 
 PAGE_NAME = "report.html"
@@ -78,15 +80,16 @@ def _page_of_one(run: Run, notices: list[str]) -> str:
 
 def _page_of_many(run: Run, folder: Path, notices: list[str]) -> str:
     """All runs together, and a row for each."""
-    words = [_words(path) for path in run.folders]
-    common = set.intersection(*(set(own) for own in words))
     runs: list[dict[str, Any]] = []
-    for path, own in zip(run.folders, words, strict=True):
+    for path in run.folders:
         name = str(folder if path == folder else path.relative_to(folder))
         tables = (run.prompts, run.steps, run.drafts)
-        prompts, steps, drafts = (frame.take(np.flatnonzero(frame["run"] == name)) for frame in tables)
-        numbers = {**_known(run, path, name), **summarise(prompts, steps, drafts)}
-        runs.append({**numbers, "run": name, "words": " ".join(word for word in own if word not in common)})
+        prompts, steps, drafts = (rows_where(frame, np.asarray(frame["run"] == name)) for frame in tables)
+        runs.append({"run": name, **_known(run, path, name), **summarise(prompts, steps, drafts)})
+    common = set.intersection(*(set(entry.get("words", {}).items()) for entry in runs))
+    for entry in runs:
+        own = [word for word in entry.get("words", {}).items() if word not in common]
+        entry["words"] = " ".join("=".join(word) for word in own)
     summary = {
         **summarise(run.prompts, run.steps, run.drafts),
         "lossy": any(entry.get("lossy") for entry in runs),
@@ -102,16 +105,12 @@ def _known(run: Run, folder: Path, name: str | None = None) -> dict[str, Any]:
     for summary in run.summaries:
         if name in (None, summary["run"]):
             return summary
-    return {} if (folder / SUMMARY_NAME).exists() else UNFINISHED
-
-
-def _words(folder: Path) -> list[str]:
-    """What was said on the command line of a run; nothing where Hydra's file is missing."""
-    try:
-        words = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-    except Exception:  # no file, or whatever YAML makes of a broken one: the page does without
-        return []
-    return [str(word) for word in words] if isinstance(words, ListConfig) else []
+    if (folder / SUMMARY_NAME).exists():  # it was skipped
+        return {}
+    words: dict[str, str] = {}
+    with suppress(ValueError):
+        words = words_of(folder)
+    return {**UNFINISHED, "words": words}
 
 
 @hydra.main(config_path=CONF_DIR, config_name="report", version_base=VERSION_BASE)

@@ -121,7 +121,15 @@ PIECES = ["Hel", "lo", " there", ",", " you", "!\n"]
 
 REPLAY: dict[str, Any] = {
     "subject": {"policy": "fixed", "max_nodes": 64},
-    "live": {"num_steps": 2, "num_different": 0, "predicted_s": 1.8, "measured_s": 2.0, "error": -0.1},
+    "live": {
+        "num_steps": 2,
+        "num_different": 0,
+        "predicted_s": 1.8,
+        "measured_s": 2.0,
+        "error": -0.1,
+        "held_out_error": 0.02,
+    },
+    "best_by_prompt_speedup": 2.75,
     "teams": [
         {"team": "plain", "num_members": 0, "calls": 6, "acceptance_length": 1.0, "tokens_per_s": 20.0, "speedup": 1.0},
         {"team": "a", "num_members": 1, "calls": 2, "acceptance_length": 3.0, "tokens_per_s": 51.5, "speedup": 2.575},
@@ -212,7 +220,7 @@ def test_only_the_first_text_is_open() -> None:
     shown = Page(page(*tables(num_prompts=3)))
     assert [tag for tag, name, _ in shown.attributes if name == "open"] == ["details"]
     assert shown.text.count("Say something.") == 3
-    assert "2 more texts" in shown.text
+    assert "More texts (2)" in shown.text
 
 
 def test_a_text_that_differs_from_the_baselines_says_where() -> None:
@@ -226,7 +234,7 @@ def test_a_page_holds_so_many_tokens_and_says_what_it_leaves_out() -> None:
     prompts["output_ids"] = [[1] * (MAX_TOKENS - 1), [1], [1]]
     shown = Page(page(prompts, steps, drafts))
     assert shown.text.count("Say something.") == 2
-    assert "1 more texts are in prompts.parquet" in shown.text
+    assert "size: 1. They are in prompts.parquet" in shown.text
     long = prompts.assign(prompt_text="x" * (MAX_PROMPT_CHARS + 1234))
     assert "[and 1,234 more characters]" in page(long, steps, drafts)
 
@@ -484,7 +492,8 @@ def test_a_replay_shows_teams_by_speed_and_what_members_are_worth() -> None:
     text = Page(replayed(REPLAY)).text.partition("TeamsReplayed")[2]
     order = [text.index(rate) for rate in ("51.5", "50.0", "20.0")]
     assert order == sorted(order) and "plain decoding" in text
-    assert "in all of its 2 steps" in text and "1.8 s; it took 2.0 s (-10.0%)" in text
+    assert "in all of its 2 steps" in text and "1.8 s; it took 2.0 s (-10.0%)" in text and "+2.0% on" in text
+    assert "own best team: 2.75×" in text
     assert "3.50 (95%: 3.00 to 4.00); without it 2.00" in text
     assert "0.50; without it -0.25" in text
     assert "seconds saved" in text and "target forwards saved" not in text, "nothing is said of calls"
@@ -513,6 +522,7 @@ def test_what_a_replay_lacks_is_left_out(missing: str | None) -> None:
         "subject": "Under budget=",
         "live": "the run itself",
         "teams": "51.5",
+        "best_by_prompt_speedup": "own best team",
         "members": "What each member is worth",
         "policies": "Policies",
         "overlap": "Right together",

@@ -53,6 +53,11 @@ def test_every_race_command_composes_and_has_a_prompt(overrides):
     assert prompt and compose(words, "race").prompts._target_ == "specens.prompts.Inline"
 
 
+@pytest.mark.parametrize("overrides", commands("report"), ids=lambda words: " ".join(words)[:60])
+def test_every_report_command_composes(overrides):
+    assert compose(overrides, "report").run
+
+
 @pytest.mark.parametrize("overrides", commands("run"), ids=lambda words: " ".join(words)[:60])
 def test_every_command_composes(overrides):
     swept = [[f"{key}={value}" for value in values.split(",")] if "," in values and "[" not in values else [f"{key}={values}"]

@@ -82,6 +82,7 @@ def test_the_page_says_it_all_and_the_files_hold_it(folder, capsys, monkeypatch)
     assert table["team"].tolist() == [row["team"] for row in content["teams"]]
     for name in (*MEMBERS, "choose_one", "best_alone", "union", "fitted on half of the prompts"):
         assert name in page
+    assert "What each member is worth" in (folder / "report.html").read_text(encoding="utf-8")
     assert {path.name for path in folder.parent.iterdir()} == before, "nothing is left elsewhere"
 
 

@@ -80,17 +80,17 @@ def by_category(summary: Mapping[str, Any], cast: Cast) -> Html:
         if length is None:
             continue
         end = length - sum(share or 0.0 for share in shares.values())
-        parts = [Part(0, end, letter="T")]
+        parts = [Part(0, end, letter="target")]
         for index, drafter in enumerate(cast.names):
             begin, end = end, end + (shares.get(drafter) or 0.0)
             parts.append(Part(begin, end, index, cast.letters[index], faint=True))
         value = number(length, 2) + ("" if speedup is None else f" · {speedup:.2f}×")
         rows.append(Bar(tag("bdi", name), parts, value))
     header = ["category", "prompts", "tokens per forward", "speedup", "tokens per second"]
-    note = "T and grey: the target's own token of each forward; then what each drafter gave. Beside it the speedup."
+    note = "Grey: the target's own token of each forward. Then what each drafter gave, and beside it the speedup."
     chart = bars(rows, unit="tokens per target forward", note=note)
-    numbers = tag("details", tag("summary", "In numbers"), table(header, cells, label="Categories")) if cells else None
-    return section("Categories", chart, numbers)
+    grid = tag("details", tag("summary", "In numbers"), table(header, cells, label="Categories")) if cells else None
+    return section("Categories", chart, grid)
 
 
 def drafter_table(summary: Mapping[str, Any], cast: Cast) -> Html:

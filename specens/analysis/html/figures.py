@@ -10,8 +10,6 @@ from specens.analysis.html.markup import Child, Html, markup, tag
 
 HEIGHT = 20
 """Of a bar, in CSS pixels."""
-LETTER_PERCENT = 6
-"""A part is that wide before its letter is written into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def _part(part: Part, scale: Scale) -> Html:
     colour = "none" if part.drafter is None else f"c{part.drafter}"
     kind = f"part {colour}" + (" pale" if part.faint else "")
     shape = tag("rect", x=f"{left}%", width=f"{width}%", y=2, height=HEIGHT - 4, class_=kind)
-    if not part.letter or width < LETTER_PERCENT:
+    if not part.letter or width < 3 + 2.5 * len(part.letter):  # no room for it on a phone
         return shape
     middle = round(left + width / 2, 2)
     return markup(shape, tag("text", part.letter, x=f"{middle}%", y=HEIGHT / 2 + 4, text_anchor="middle"))

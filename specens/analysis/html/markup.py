@@ -58,12 +58,12 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Html:
     return Html(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{markup(*children)}</{name}>")
 
 
-def section(title: str, *children: Child, note: str | None = None, id_: str | None = None) -> Html:
+def section(title: str, *children: Child, note: str | None = None) -> Html:
     """A part of the page; nothing when it has no content."""
     content = markup(*children)
     if not content:
         return Html()
-    return tag("section", tag("h2", title), tag("p", note, class_="faint") if note else None, content, id=id_)
+    return tag("section", tag("h2", title), tag("p", note, class_="faint") if note else None, content)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, num_words: int = 1) -> Html:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import rows_where
 from specens.analysis.html.colours import Cast, style
 from specens.analysis.html.drafters import acceptance_by_depth, by_category, cost_against_gain, drafter_table, who_wins
 from specens.analysis.html.markup import Html, interval, markup, number, percent, section, table, tag
@@ -202,16 +202,14 @@ def _texts(told: Texts, cast: Cast) -> Html:
         "with Tab and the arrow keys: its members, and the margins, which are the gap between the target's two best scores."
     )
     first, others = told.blocks[:1], told.blocks[1:]
-    rest = tag("details", tag("summary", f"{len(others)} more texts"), others, class_="more") if others else None
-    left = f"{told.num_left_out} more texts are in prompts.parquet." if told.num_left_out else None
-    content = [cast.legend(), tag("p", note, class_="faint"), first, rest]
-    return section(
-        "Texts", content if told.blocks else None, tag("p", left, class_="faint") if left else None, id_="texts"
-    )
+    rest = tag("details", tag("summary", f"More texts ({len(others)})"), others) if others else None
+    left = f"Left out, for the page's size: {told.num_left_out}. They are in prompts.parquet."
+    size = tag("p", left, class_="faint") if told.num_left_out else None
+    return section("Texts", [cast.legend(), tag("p", note, class_="faint"), first, rest, size] if first else None)
 
 
 def _failures(prompts: pd.DataFrame) -> Html:
-    failed = prompts.take(np.flatnonzero(prompts["error"].notna())).to_dict("records")
+    failed = rows_where(prompts, prompts["error"].notna().to_numpy(bool)).to_dict("records")
     rows = [tag("li", tag("b", prompt_name(prompt)), f": {prompt['error']}") for prompt in failed]
     return section("Failed prompts", tag("ul", rows) if rows else None)
 

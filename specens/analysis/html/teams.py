@@ -28,6 +28,7 @@ def teams(replay: Mapping[str, Any], cast: Cast) -> Html:
     parts = [
         _fidelity(replay.get("live") or {}),
         _team_table(replay.get("teams") or [], cast),
+        _by_prompt(replay.get("best_by_prompt_speedup")),
         _member_values(replay.get("members") or [], cast),
         _policies(replay.get("policies") or []),
         _matrix(
@@ -47,8 +48,7 @@ def teams(replay: Mapping[str, Any], cast: Cast) -> Html:
     )
     if "policy" in subject:
         note += f" Under budget={subject['policy']}, at most {subject.get('max_nodes')} nodes."
-    content = markup(*parts)
-    return section("Teams", content, note=note, id_="teams") if content else Html()
+    return section("Teams", *parts, note=note)
 
 
 def _fidelity(live: Mapping[str, Any]) -> Html:
@@ -61,9 +61,13 @@ def _fidelity(live: Mapping[str, Any]) -> Html:
         parts.append(
             tag("p", f"The replay of what ran is the run itself, in all of its {live.get('num_steps')} steps.")
         )
-    predicted, measured, error = (live.get(key) for key in ("predicted_s", "measured_s", "error"))
+    predicted, measured, error, held_out = (
+        live.get(key) for key in ("predicted_s", "measured_s", "error", "held_out_error")
+    )
     if predicted is not None and measured is not None and error is not None:
         said = f"For this run the cost model says {predicted:.1f} s; it took {measured:.1f} s ({100 * error:+.1f}%)."
+        if held_out is not None:
+            said += f" Fitted on half of the prompts, it errs by {100 * held_out:+.1f}% on the other half."
         parts.append(tag("p", said))
     return markup(*parts)
 
@@ -80,6 +84,12 @@ def _team_table(rows: Rows, cast: Cast) -> Html:
     if len(ranked) <= NUM_BEST + len(ends):
         return best
     return markup(best, tag("details", tag("summary", f"All {len(ranked)} teams"), _teams_of(ranks, cast, "All teams")))
+
+
+def _by_prompt(speedup: float | None) -> Html:
+    return (
+        Html() if speedup is None else tag("p", f"Each prompt with its own best team: {speedup:.2f}× plain decoding.")
+    )
 
 
 def _teams_of(ranks: Sequence[tuple[int, Mapping[str, Any]]], cast: Cast, label: str) -> Html:
@@ -106,29 +116,42 @@ def _members_of(row: Mapping[str, Any], cast: Cast) -> Html:
 
 def _member_values(rows: Rows, cast: Cast) -> Html:
     """What each member saves, in target forwards and in seconds."""
-    charts: list[Html] = []
+    charts = []
     for key, unit, digits in _VALUES:
-        shown: list[Bar] = []
-        for row in rows:
-            name, value, last = str(row["member"]), row.get(f"shapley_{key}"), row.get(f"leave_one_out_{key}")
-            low, high = row.get(f"shapley_{key}_low"), row.get(f"shapley_{key}_high")
-            if value is None:
-                continue
-            span = None if low is None or high is None else (low, high)
-            index = cast.names.index(name) if name in cast.names else None
-            text = f"{number(value, digits)}{interval(span, digits)}; without it {number(last, digits)}"
-            shown.append(Bar(cast.label(name), [Part(0, value, index, faint=True)], text, goal=last, span=span))
+        shown = [_value_bar(row, key, digits, cast) for row in rows if row.get(f"shapley_{key}") is not None]
         charts.append(bars(shown, unit=unit, beside=False))
-    content = markup(*charts)
-    note = tag("p", _VALUES_NOTE, class_="faint")
-    pair = tag("div", content, class_="pair")
-    return markup(tag("h3", "What each member is worth"), note, pair) if content else Html()
+    pair = markup(*charts)
+    if not pair:
+        return Html()
+    columns = [(f"{kind}_{key}", digits) for key, _, digits in _VALUES for kind in ("shapley", "leave_one_out")]
+    header = ["member", "forwards: Shapley", "forwards: without it", "seconds: Shapley", "seconds: without it"]
+    cells = [[cast.label(str(row["member"])), *(_spread(row, *column) for column in columns)] for row in rows]
+    return markup(
+        tag("h3", "What each member is worth"),
+        tag("p", _VALUES_NOTE, class_="faint"),
+        tag("div", pair, class_="pair"),
+        tag("details", tag("summary", "In numbers"), table(header, cells, label="What each member is worth")),
+    )
+
+
+def _value_bar(row: Mapping[str, Any], key: str, digits: int, cast: Cast) -> Bar:
+    name, value, last = str(row["member"]), row[f"shapley_{key}"], row.get(f"leave_one_out_{key}")
+    low, high = row.get(f"shapley_{key}_low"), row.get(f"shapley_{key}_high")
+    part = Part(0, value, cast.names.index(name) if name in cast.names else None, faint=True)
+    text = f"{_spread(row, f'shapley_{key}', digits)}; without it {number(last, digits)}"
+    return Bar(cast.label(name), [part], text, goal=last, span=None if low is None or high is None else (low, high))
+
+
+def _spread(row: Mapping[str, Any], key: str, digits: int) -> str:
+    low, high = row.get(f"{key}_low"), row.get(f"{key}_high")
+    return number(row.get(key), digits) + interval(None if low is None or high is None else (low, high), digits)
 
 
 def _policies(rows: Rows) -> Html:
     cells = [
         [
-            tag("span", str(row["policy"]), title=row.get("note")),
+            str(row["policy"]),
+            str(row.get("note") or ""),
             number(row.get("tokens_per_s"), 1),
             number(row.get("speedup"), 2),
             number(row.get("acceptance_length"), 2),
@@ -137,9 +160,9 @@ def _policies(rows: Rows) -> Html:
         ]
         for row in rows
     ]
-    header = ["policy", "tokens per second", "speedup", "tokens per forward", "forwards", "regret"]
+    header = ["policy", "what it does", "tokens per second", "speedup", "tokens per forward", "forwards", "regret"]
     note = "All members together. Regret: the time beyond that of the team that is best in hindsight."
-    grid = table(header, cells, label="Policies")
+    grid = table(header, cells, label="Policies", num_words=2)
     return markup(tag("h3", "Policies"), tag("p", note, class_="faint"), grid) if grid else Html()
 
 

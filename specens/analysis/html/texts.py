@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import rows_where
 from specens.analysis.html.colours import Cast, winner_class
 from specens.analysis.html.markup import Html, markup, number, tag
 
@@ -63,7 +64,7 @@ def texts(
 ) -> Texts:
     """A collapsible block per prompt that did not fail; the first is open. `pieces` as in `page.report`."""
     key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
-    shown, num_left_out = _that_fit(prompts.take(np.flatnonzero(prompts["error"].isna())), key)
+    shown, num_left_out = _that_fit(rows_where(prompts, prompts["error"].isna().to_numpy(bool)), key)
     steps_of, drafts_of = (dict(tuple(frame.groupby(key, sort=False))) for frame in (steps, drafts))
     blocks: list[Html] = []
     winners: set[Winners] = set()

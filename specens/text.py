@@ -51,20 +51,6 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -
     return pieces.shown
 
 
-_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-_UNSEEN |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-_UNSEEN |= dict.fromkeys(
-    [0x61C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD
-)
-
-
-def harmless(text: str) -> str:
-    """A text that cannot steer a terminal: control characters but newline and tab as their pictures, what turns the direction of
-    writing or ends a line unseen as replacement characters.
-    """
-    return text.translate(_UNSEEN)
-
-
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Index of the first token in which two outputs differ (the shorter one's end counts), None when they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):

@@ -17,6 +17,7 @@ from rich.color import Color
 from rich.console import Console
 
 from specens.analysis.html import PALETTE
+from specens.analysis.html.markup import visible
 from specens.config import compose
 from specens.decoding.types import StepRecord
 from specens.drafters.ensemble import Ensemble
@@ -26,7 +27,7 @@ from specens.prompts import Inline
 from specens.race import job_with, main, race, take_prompt
 from specens.racing.lane import Lane, readout, standing, turns, verdict
 from specens.racing.view import View, style_of
-from specens.text import Pieces, harmless, token_pieces
+from specens.text import Pieces, token_pieces
 from specens.tiny import TinyModel, byte_tokenizer
 
 PROMPT = "one two one two one"
@@ -197,9 +198,8 @@ def test_pieces_that_come_one_by_one_are_those_of_the_whole_text(text, kind):
 
 def test_text_cannot_steer_a_terminal_and_stays_readable():
     nasty = "a\x1b[2J\x9b31m\x07\b\r\x7f\u202eb\u2066\u2028c\n\td [bold]\u00e9\u200d\U0001f600"
-    safe = harmless(nasty)
+    safe = visible(nasty)
     assert not set(safe) & {*map(chr, range(32)), *map(chr, range(0x7F, 0xA0)), *"\u202e\u2066\u2028"} - {"\n", "\t"}
-    assert len(safe) == len(nasty)
     assert safe.endswith("c\n\td [bold]\u00e9\u200d\U0001f600")
 
 
@@ -386,7 +386,7 @@ def test_a_race_ends_with_both_texts_a_verdict_and_the_table_of_wins(kind, answe
     text = without_colours(shown(console))
     if kind == "pipe":
         assert ESCAPE not in shown(console)
-        expected = harmless(byte_tokenizer().decode(answer))
+        expected = visible(byte_tokenizer().decode(answer))
         assert text.replace("\n", "").count(expected.replace("\n", "")) == 2
         assert text.count("tok/s") == 2, "nothing is shown on the way"
     else:

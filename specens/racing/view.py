@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.color import Color
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -15,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specens.analysis.html import PALETTE
+from specens.analysis.html.colours import contrast
+from specens.analysis.html.markup import visible
 from specens.racing.lane import Lane, readout, standing
-from specens.text import harmless
 
 SIDE_BY_SIDE = 80
 """Columns from which the panes stand beside each other; in fewer they stand one above the other."""
@@ -32,13 +32,13 @@ class View:
 
     def __init__(self, console: Console, members: Sequence[str]) -> None:
         self.console = console
-        self._members = [harmless(name) for name in members]
+        self._members = [visible(name) for name in members]
         # Escape codes that move the cursor are for terminals alone, also where FORCE_COLOR asks for colours.
         self._is_live = console.is_interactive and console.file.isatty()
 
     def title(self, text: str) -> None:
         """Which prompt it is, on one line of a terminal."""
-        line = Text(harmless(" ".join(text.split())))
+        line = Text(visible(" ".join(text.split())))
         if self._is_live:
             self.console.print(line, no_wrap=True, overflow="ellipsis")
         else:
@@ -77,7 +77,7 @@ class View:
                 self.console.print(Text(f"\n{_headline(lane)}: {readout(lane)}"), soft_wrap=True)
                 self.console.print(self._text(lane), soft_wrap=True)
             self.console.print()
-        self.console.print(Text(harmless(verdict), style="bold"), soft_wrap=True)
+        self.console.print(Text(visible(verdict), style="bold"), soft_wrap=True)
 
     def _panes(self, lanes: Sequence[Lane], height: int | None = None) -> RenderableType:
         """The panes in `height` lines together, or in as many as their texts need."""
@@ -99,7 +99,7 @@ class View:
         """A lane's text, every token in the colours of the first member that proposed it."""
         text = Text()
         for piece, mask in lane.coloured():
-            text.append(harmless(piece), style_of(mask))
+            text.append(visible(piece), style_of(mask))
         return text
 
     def _legend(self, note: str) -> Text:
@@ -110,7 +110,7 @@ class View:
 
 
 def _headline(lane: Lane) -> str:
-    return f"{harmless(lane.name)}, {lane.num_tokens} tokens"
+    return f"{visible(lane.name)}, {lane.num_tokens} tokens"
 
 
 def style_of(mask: int) -> Style:
@@ -120,12 +120,6 @@ def style_of(mask: int) -> Style:
     if not mask:
         return Style.null()
     first = (mask & -mask).bit_length() - 1
-    colour = Color.parse(f"#{PALETTE[first % len(PALETTE)]}")
-    ink = "#000000" if _luminance(colour) > 0.18 else "#ffffff"
-    return Style(color=ink, bgcolor=colour, bold=True, underline=mask & (mask - 1) != 0)
-
-
-def _luminance(colour: Color) -> float:
-    """Relative luminance as in WCAG 2: black and white contrast alike with 0.18."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour.get_truecolor().normalized]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    colour = PALETTE[first % len(PALETTE)]
+    ink = max("000000", "ffffff", key=lambda ink: contrast(ink, colour))
+    return Style(color=f"#{ink}", bgcolor=f"#{colour}", bold=True, underline=mask & (mask - 1) != 0)

@@ -11,10 +11,11 @@ MISSING = "-"
 
 _VOID = ("input", "meta")
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_LINES = (0x2028, 0x2029)
 _SHOWN = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     0x7F: 0x2421,
-    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_BIDI)},
+    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_BIDI, *_LINES)},
     **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),
 }
 
@@ -29,8 +30,8 @@ Child: TypeAlias = "str | Iterable[Child] | None"
 
 
 def visible(text: str) -> str:
-    """`text` with everything that would be lost in a page, or would act on the text around it, as a visible sign: control
-    characters (NUL is U+2400), bidirectional controls, halves of surrogate pairs.
+    """`text` with everything that would be lost in a page or on a terminal, or would act on what is around it, as a visible sign:
+    control characters (NUL is U+2400), bidirectional controls, line separators, halves of surrogate pairs.
     """
     return text.replace("\r\n", "\n").translate(_SHOWN)
 

@@ -65,7 +65,9 @@ def test_a_notebook_is_committed_without_outputs_or_traces_of_who_ran_it(path: P
     for cell in content["cells"]:
         assert cell["metadata"] == {}
         if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, "strip it: nbstripout notebooks/*.ipynb"
+            assert cell["outputs"] == [] and cell["execution_count"] is None, (
+                "strip it: nbstripout --keep-id notebooks/*.ipynb"
+            )
     assert content["metadata"]["kernelspec"]["name"] == "python3"
     assert "version" not in content["metadata"]["language_info"]
 

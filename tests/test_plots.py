@@ -121,6 +121,15 @@ def test_a_figure_is_drawn_with_title_and_labelled_axes_at_notebook_width(name: 
         assert axes.get_xlabel() or axes.get_ylabel() or axes.get_xticklabels()
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_line_leaves_its_panel(name: str):
+    for axes in FIGURES[name]().axes:
+        low, high = sorted(axes.get_ylim())
+        for line in (line for line in axes.lines if line.get_transform() == axes.transData):
+            values = np.asarray(line.get_ydata(), float)
+            assert np.all(np.isnan(values) | ((low <= values) & (values <= high))), line.get_label()
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -140,6 +149,12 @@ def test_bars_are_the_summarys_numbers_and_what_was_not_measured_is_a_dash():
     assert lengths[4:6] == [25, 12.5] and lengths[7] == 0  # shared
     said = texts(figure).splitlines()
     assert "50%" in said and "-" in said and "nan%" not in said
+
+
+def test_a_category_that_was_not_measured_keeps_its_row():
+    for axes in plots.by_category(SUMMARY).axes:
+        assert axes.get_ylim() == (1.5, -0.5)
+        assert [text.get_text() for text in axes.texts].count("-") == 1
 
 
 def test_times_are_on_a_log_axis_only_if_every_drafter_took_some():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from specens.analysis.frames import rows_where
 from specens.analysis.html import PALETTE
 from specens.errors import UserError
 
@@ -82,23 +83,23 @@ def percents(values: Sequence[float | None]) -> np.ndarray:
 
 
 def name_bars(axes: Axes, values: np.ndarray, form: str) -> None:
-    """The value at the end of each bar, and room for it; a dash where nothing was measured."""
+    """The value at the end of each bar, a dash where nothing was measured; the first bar at the top, and room for all of them."""
     for place, value in enumerate(values):
         is_known = not math.isnan(value)
         text = form % value if is_known else "-"
         axes.annotate(text, (value if is_known else 0, place), xytext=(4, 0), textcoords="offset points", va="center")
     axes.margins(x=0.12)
+    axes.set_ylim(len(values) - 0.5, -0.5)
 
 
 def line(axes: Axes, rows: pd.DataFrame, x: str, number: str, colour: str, marker: str, label: str) -> None:
-    """Values over a word, from zero up. Words that are no numbers stand side by side, in the order of the table; numbers that
-    grow by factors have equal steps.
+    """Values over a word. Words that are no numbers stand side by side, in the order of the table; numbers that grow by factors
+    have equal steps.
     """
     is_number = pd.api.types.is_numeric_dtype(rows[x])
     places = rows[x].to_numpy(float) if is_number else rows[x].fillna("(default)").astype(str).to_numpy(object)
     values = rows[number].to_numpy(float) * (100 if number in PERCENT else 1)
     axes.plot(places, values, marker=marker, color=colour, label=label or None)
-    axes.set_ylim(bottom=0)
     if not is_number:
         return
     if places.min() > 0 and places.max() / places.min() >= 8:
@@ -108,6 +109,11 @@ def line(axes: Axes, rows: pd.DataFrame, x: str, number: str, colour: str, marke
         axes.set_xticks(different, [f"{place:g}" for place in different])
 
 
+def from_zero(axes: Axes) -> None:
+    """Values from zero up to all that was drawn: so that a small difference looks small."""
+    axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
+
+
 def means(table: pd.DataFrame, x: str, number: str) -> pd.DataFrame:
     """The mean of `number` at every `x`, in the order of the table."""
     return pd.DataFrame(table.groupby(x, as_index=False, sort=False, dropna=False)[[number]].mean())
@@ -115,7 +121,7 @@ def means(table: pd.DataFrame, x: str, number: str) -> pd.DataFrame:
 
 def only(table: pd.DataFrame, column: str, value: Any) -> pd.DataFrame:
     """The rows with that value."""
-    return table.take(np.flatnonzero(table[column] == value))
+    return rows_where(table, np.asarray(table[column] == value))
 
 
 def legend_beside(axes: Axes) -> None:

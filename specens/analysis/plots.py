@@ -19,6 +19,7 @@ from specens.analysis.canvas import (
     canvas,
     colours,
     floats,
+    from_zero,
     legend_beside,
     line,
     markers,
@@ -45,7 +46,6 @@ def win_rates(summary: Mapping[str, Any]) -> Figure:
     axes.barh(names, whole - sole, left=sole, color=shades, alpha=0.45, hatch="///", edgecolor="white")
     name_bars(axes, whole, "%.0f%%")
     axes.set_xlabel("steps (%); hatched: its part of ties")
-    axes.invert_yaxis()
     return figure
 
 
@@ -103,7 +103,6 @@ def by_category(summary: Mapping[str, Any]) -> Figure:
         axes.set_xlabel(LABELS[column])
         if column != "tokens_per_s":
             axes.axvline(1, color="black", linewidth=0.8)
-    panels[0].invert_yaxis()
     return figure
 
 
@@ -120,6 +119,7 @@ def sweep(table: pd.DataFrame, x: str, numbers: Sequence[str], *, by: Sequence[s
         if number == "tokens_per_s" and table["baseline_tokens_per_s"].notna().to_numpy().any():
             plain = means(table, x, "baseline_tokens_per_s")
             line(axes, plain, x, "baseline_tokens_per_s", GREY, "_", "plain decoding")
+        from_zero(axes)
         axes.set_xlabel(x.rpartition(".")[2])
         axes.set_ylabel(LABELS.get(number, number))
         if axes.get_legend_handles_labels()[1]:
@@ -133,6 +133,7 @@ def sweep_drafters(table: pd.DataFrame, x: str, number: str) -> Figure:
     figure, (axes,) = canvas(f"{number.replace('_', ' ').capitalize()} of each drafter over {x}", 3.4)
     for (name, colour), marker in zip(colours(names).items(), markers(names), strict=True):
         line(axes, means(only(table, "drafter", name), x, number), x, number, colour, marker, name)
+    from_zero(axes)
     axes.set_xlabel(x)
     axes.set_ylabel(LABELS.get(number, number))
     legend_beside(axes)

@@ -19,12 +19,14 @@ from specens.analysis.canvas import (
     MARKERS,
     canvas,
     colours,
+    from_zero,
     legend_above,
     legend_beside,
     line,
     markers,
     only,
 )
+from specens.analysis.frames import rows_where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,7 +145,7 @@ def forward_times(tables: Mapping[str, CostTable], *, most: int = 64) -> Figure:
     for (label, costs), colour, style in zip(tables.items(), COLOURS, ("-", "--", "-.", ":"), strict=False):
         times = np.array([costs.verify(int(count)) for count in nodes]) / costs.verify(0)
         axes.plot(nodes, times, style, color=colour, label=label)
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     axes.set_xlabel("nodes verified in one forward")
     axes.set_ylabel("time (forwards of plain decoding)")
     legend_beside(axes)
@@ -162,7 +164,8 @@ def _members(table: pd.DataFrame) -> list[str]:
 
 def _fastest(table: pd.DataFrame, column: str, most: int) -> pd.DataFrame:
     """The `most` best teams, best last: it is drawn at the top."""
-    return table.take(np.flatnonzero(table["num_members"] > 0)).nlargest(most, column).iloc[::-1].reset_index(drop=True)
+    teams_of_some = rows_where(table, np.asarray(table["num_members"] > 0))
+    return teams_of_some.nlargest(most, column).iloc[::-1].reset_index(drop=True)
 
 
 def _which(table: pd.DataFrame, most: int) -> str:

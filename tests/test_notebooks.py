@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import specens
+from specens.analysis.study import replay_of, same_steps
+from specens.replay import read_trace
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 DATA = FOLDER / "data"
@@ -119,3 +121,9 @@ def test_the_committed_run_is_what_the_notebooks_say():
     run = specens.load(DATA / "run")
     assert run.prompts["error"].isna().all() and run.prompts["is_identical"].all()
     assert len(specens.load(DATA / "sweep").summaries) == 3
+
+
+def test_the_committed_trace_replays_to_the_committed_run():
+    trace, live = read_trace(DATA / "run")
+    assert len(trace.members) == 5
+    assert same_steps(live.steps, replay_of(trace, live))["num_different"] == 0

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specens.analysis.metrics import credit
+from specens.analysis.trace import NO_CLAIM
 from specens.decoding.costs import CostTable
 from specens.decoding.merge import part_of
 from specens.decoding.types import CLAIM_DIGITS, Draft, StepRecord
@@ -111,8 +112,6 @@ DENSE_SCHEMA = _schema(
     claims=pa.list_(pa.uint16()),
 )
 """The dense trace: a row per prompt, position of the output and member. Claims are counted in units of their last digit."""
-
-NO_CLAIM = 65535
 
 _TRACE_KEY = b"specens_trace"
 

@@ -12,13 +12,14 @@ import pytest
 from helpers import Fake
 from test_run import run_drafter, summary_of, texts_file
 
+from specens.analysis.trace import NO_CLAIM
 from specens.config import compose
 from specens.decoding.types import Draft
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.errors import UserError
-from specens.records import DENSE_NAME, NO_CLAIM, load, load_dense
+from specens.records import DENSE_NAME, load, load_dense
 from specens.run import run
 from specens.tiny import random_model
 

@@ -142,18 +142,25 @@ def test_only_tables_scroll_sideways(tmp_path: Path, whole: str, width: int) -> 
 
 @pytest.mark.slow  # for its clock, which a busy machine would upset
 def test_the_first_paint_of_a_large_page_takes_less_than_a_second(tmp_path: Path) -> None:
-    """39 prompts of 128 tokens. The time is the browser's own, since it began to open the file."""
+    """39 prompts of 128 tokens. The time is the browser's own, since it began to open the file. A frame that stays open until it
+    is known holds back the end of loading, when the browser leaves.
+    """
     frames = tables(num_prompts=39, num_steps=43)
     text = page(*frames, pieces={f"p{number}": [" token"] * 129 for number in range(39)})
-    observer = """<script>new PerformanceObserver((list) => {
-      document.documentElement.dataset.paint = list.getEntries()[0].startTime;
-    }).observe({ type: "paint", buffered: true })</script>"""
+    observer = """<script>
+      const hold = new Promise((done) => addEventListener("DOMContentLoaded", () => {
+        const frame = document.body.appendChild(document.createElement("iframe"));
+        frame.contentDocument.open();
+        done(frame.contentDocument);
+      }));
+      new PerformanceObserver(async (list) => {
+        document.documentElement.dataset.paint = list.getEntries()[0].startTime;
+        (await hold).close();
+      }).observe({ type: "paint", buffered: true });
+    </script>"""
     text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', observer, text)
     assert count == 1, "the policy would forbid the observer"
     path = tmp_path / "large.html"
     path.write_text(text, encoding="utf-8")
-    paints: list[float] = []
-    for _ in range(5):  # a busy machine adds to it, and now and then the browser is done before it has told
-        dom = chromium(path, "--virtual-time-budget=5000")
-        paints += map(float, re.findall(r'<html[^>]* data-paint="([\d.]+)"', dom))
-    assert 0 < min(paints) < 1000
+    (paint,) = re.findall(r'<html[^>]* data-paint="([\d.]+)"', chromium(path))
+    assert 0 < float(paint) < 1000

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from specens.config import CONF_DIR, VERSION_BASE, build, compose, resolved
+from specens.config import CONF_DIR, VERSION_BASE, build, compose, resolved, write_words
 from specens.errors import UserError, one_line
 from specens.run import BUILT, PLAIN, failing_in_one_line, quiet_libraries
 from specens.screen import Screen
@@ -43,9 +43,11 @@ def bench(config: DictConfig, folder: Path, words: Sequence[str] = ()) -> dict[s
     if options.growth is not None:
         subjects = _growing(config, options.growth)
         _take(folder, f"growth_{options.growth}.csv")
+        write_words(config, folder)
         return grow(Session(job, screen), options, subjects, folder, screen)
     described = _described(config, options.systems, words, job)
     _take(folder, "bench.csv")
+    write_words(config, folder)
     session = Session(job, screen)
     done = Bench(session, described, options, folder, resolved(config), screen).run()
     for line in (folder / "bench.md").read_text(encoding="utf-8").splitlines():

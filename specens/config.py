@@ -13,6 +13,7 @@ import hydra.utils
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -68,6 +69,20 @@ def build(config: DictConfig) -> Any:
         hint = "the text ??? can only come from a file" if missing[0].endswith("]") else f"give {missing[0]}=..."
         raise UserError(f"{missing[0]} is not set: {hint}")
     return _instantiate(plain)
+
+
+def write_words(config: DictConfig, folder: Path) -> None:
+    """The three files that Hydra would write into `.hydra` of a job's folder, now that the folder is this job's own: Hydra writes
+    them before anybody can say that it holds a finished run. Nothing outside of a Hydra job.
+    """
+    if not HydraConfig.initialized():
+        return
+    job = HydraConfig.get()
+    own = OmegaConf.create({"hydra": OmegaConf.to_container(job, resolve=False)})
+    home = folder / ".hydra"
+    home.mkdir(exist_ok=True)
+    for name, content in (("config", config), ("hydra", own), ("overrides", job.overrides.task)):
+        (home / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
 
 
 def _instantiate(value: Any) -> Any:

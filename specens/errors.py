@@ -35,6 +35,6 @@ class DrafterError(RuntimeError):
     """A drafter failed; the message names it. The prompt fails, the others go on."""
 
 
-def one_line(error: object) -> str:
-    """An error's message on one line, not too long, or the error's kind when it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: object, most: int = 300) -> str:
+    """An error's message on one line, of at most so many characters, or the error's kind when it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

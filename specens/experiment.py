@@ -21,7 +21,7 @@ from specens.decoding.bandit import BanditBudget
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.compiled import CannotCompileError, CompileOptions
 from specens.decoding.cost_aware import CostAwareBudget
-from specens.decoding.costs import CostTable
+from specens.decoding.costs import CostTable, read_costs
 from specens.decoding.dense import Listening
 from specens.decoding.drafter import Drafter, describe, hidden_layers
 from specens.decoding.generation import SamplingOptions, eos_ids, prepare
@@ -79,6 +79,8 @@ class Job:
         if self.compiled not in (None, True, False):
             raise UserError(f"compiled={self.compiled!r}: give true, false or null")
         check_laws(self.verifier, self.drafter)
+        if self.budget.costs is not None:
+            read_costs(str(self.budget.costs)).check(self.drafter.members)
         if self.exact_width is not None:
             check_exact_width(self.exact_width, self.layout, self.budget)
         self.target.check()

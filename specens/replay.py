@@ -92,12 +92,24 @@ def replay(config: DictConfig) -> dict[str, Any]:
         policy=str(options["policy"]),
         max_nodes=options["max_nodes"],
         other_costs=None if options["costs"] is None else read_costs(str(options["costs"])),
-        others=[read_live(Path(str(name)).expanduser()) for name in options["others"] or ()],
+        others=_others(options["others"]),
     )
     content = plain({**content, "status": _status_of(folder)})
     _write(folder, content, page_of(content))
     rebuild(folder)
     return content
+
+
+def _others(names: Any) -> list[Live]:
+    if not isinstance(names, list | None):
+        raise UserError(f"others={names}: give a list of run folders, others=[{names}]")
+    found = []
+    for name in names or ():
+        try:
+            found.append(read_live(Path(str(name)).expanduser()))
+        except UserError as error:
+            raise UserError(f"others=[{name}]: {error}") from error
+    return found
 
 
 def _status_of(folder: Path) -> str:

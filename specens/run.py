@@ -20,7 +20,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from specens.config import CONF_DIR, VERSION_BASE, build, resolved
+from specens.config import CONF_DIR, VERSION_BASE, build, resolved, write_words
 from specens.errors import UserError
 from specens.records import RunWriter
 
@@ -38,6 +38,7 @@ def run(config: DictConfig, folder: Path) -> dict[str, Any]:
     from specens.screen import Screen
 
     writer, screen = RunWriter(folder), Screen()
+    write_words(config, folder)
     try:
         job = job_of(config)
     except UserError as error:

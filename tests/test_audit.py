@@ -160,7 +160,7 @@ def test_the_door_exits_with_0_and_writes_what_it_prints(home, tmp_path, monkeyp
     assert door(main, monkeypatch, tmp_path, "run=here", "audit.sampled_tokens=40") == 0
     again = json.loads((tmp_path / "here" / "audit.json").read_text(encoding="utf-8"))
     assert again["run"] == content["run"] and again["sampled"] == content["sampled"]
-    assert (tmp_path / "here" / "audit" / ".hydra").is_dir() and not (tmp_path / "outputs").exists()
+    assert (tmp_path / "here" / "audit").is_dir() and not (tmp_path / "outputs").exists()
 
 
 # A finished run

@@ -193,7 +193,8 @@ def test_a_broken_folder_is_refused_in_one_line(fault, folder, capsys, monkeypat
         (("run=run", "policy=greedy"), "choose one of fixed"),
         (("run=run", "max_nodes=0"), "1 or more"),
         (("run=run", "costs=gone.json"), "gone.json"),
-        (("run=run", "others=[nowhere]"), "nowhere"),
+        (("run=run", "others=[nowhere]"), "others=[nowhere]"),
+        (("run=run", "others=pair"), "others=[pair]"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, fault, folder, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from helpers import Fake, plain_greedy
+from helpers import Fake, door, plain_greedy
 
 from specens.config import compose
 from specens.decoding.generation import SamplingOptions
@@ -26,7 +26,7 @@ from specens.experiment import Job, run_job
 from specens.models import ModelSpec
 from specens.prompts import Jsonl
 from specens.records import SCHEMAS, RunWriter, load
-from specens.run import run
+from specens.run import main, run
 from specens.screen import Screen
 from specens.tiny import TinyModel, byte_tokenizer
 from specens.trackers import NoTracker
@@ -424,7 +424,10 @@ def test_a_compiled_run_says_the_same_and_that_it_was_compiled(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["layout=rows"], "layout=rows"), (["target.dtype=float16"], "Unsupported")],  # packed weights are no tensors
+    [
+        (["layout=rows"], "layout=rows"),
+        (["target.dtype=float16"], "torch.compile cannot take it"),
+    ],  # packed weights are no tensors
     ids=["rows", "weights"],
 )
 def test_what_cannot_be_compiled_runs_uncompiled_and_says_why_in_a_line(tmp_path, capsys, words, why):
@@ -436,6 +439,24 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_why_in_a_line(tmp_path
 
 
 # Refused before a model is loaded
+
+
+def test_a_run_that_is_refused_leaves_the_words_of_the_finished_one(tmp_path, monkeypatch):
+    words = ["experiment=smoke", "drafter=ngram", "prompts.limit=1", "sampling.max_new_tokens=4", "hydra.run.dir=here"]
+    assert door(main, monkeypatch, tmp_path, *words) == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "here" / ".hydra").iterdir()}
+    assert {path.name for path in files} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert "- prompts.limit=1" in (tmp_path / "here" / ".hydra" / "overrides.yaml").read_text()
+    assert door(main, monkeypatch, tmp_path, *words, "layout=rows") == 1
+    assert {path: path.read_bytes() for path in (tmp_path / "here" / ".hydra").iterdir()} == files
+
+
+def test_costs_without_a_member_are_refused_before_the_target_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelSpec, "load", lambda self: pytest.fail("the model was loaded"))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"verify_ms": [[0, 1.0]], "draft_ms": {"other": [[1, 0.5]]}, "host_ms": 0}))
+    with pytest.raises(UserError, match=r"costs\.json.*no member ngram.*add a row"):
+        smoke(tmp_path / "run", "budget=cost_aware", f"budget.costs={path}")
 
 
 @pytest.mark.parametrize(

@@ -313,8 +313,8 @@ def test_a_member_that_the_table_lacks_is_measured_or_refused():
     model = CostModel.fitted(lacking, prompts, steps, drafts)
     assert model.table.draft("poor", 1) == pytest.approx(truth.table.draft("poor", 1))
     with pytest.raises(UserError, match=r"gpu\.json.*poor"):
-        CostModel(lacking).check(TRACE.members)
-    MODEL.check(TRACE.members)
+        lacking.check(TRACE.members)
+    MODEL.table.check(TRACE.members)
 
 
 def test_one_half_cannot_be_held_out_of_one_prompt():

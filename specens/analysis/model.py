@@ -6,7 +6,7 @@ draft one after another, as in the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,8 +16,6 @@ import pandas as pd
 from specens.analysis.frames import floats, list_lengths, of_prompts, rows_where
 from specens.analysis.trace import NOT_ASKED, depth_column
 from specens.decoding.costs import CostTable, Points
-from specens.decoding.types import Member
-from specens.errors import UserError
 
 LEAST_STEPS = 20
 """A width has a factor of its own if so many steps were nearest to it."""
@@ -91,15 +89,6 @@ class CostModel:
 
     def seconds(self, steps: pd.DataFrame) -> float:
         return float(self.priced(steps).to_numpy().sum())
-
-    def check(self, members: Sequence[Member]) -> None:
-        """Refuse a table that would let somebody draft for nothing."""
-        for member in members:
-            if member.name not in self.table.draft_ms:
-                raise UserError(
-                    f"costs ({self.table.origin}): draft_ms has no member {member.name}, whose drafts would then be free; "
-                    f"add a row, such as {member.name}: [[1, 0.5]]"
-                )
 
 
 def prediction_error(model: CostModel, live: pd.DataFrame, replayed: pd.DataFrame) -> float:

@@ -166,7 +166,7 @@ def study(
     }
     if other_costs is not None:
         elsewhere = CostModel(other_costs)
-        elsewhere.check(trace.members)
+        elsewhere.table.check(trace.members)
         content["modelled"] = {"costs": other_costs.content(), **_tables(Teams.of(trace, elsewhere, budget))}
     return content
 

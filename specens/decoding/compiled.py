@@ -135,7 +135,7 @@ class CompiledModel:
             self._compile(self._buffers)
         except Exception as failure:  # whatever a compiler raises over a model that was not made for it
             self._buffers = None
-            raise CannotCompileError(f"{type(failure).__name__}: {one_line(failure)}") from failure
+            raise CannotCompileError(f"torch.compile cannot take it ({one_line(failure, 100)})") from failure
 
     def takes(self, cache: KVCache, num_tokens: int) -> bool:
         """Whether there is a program for a forward over so many tokens behind this context."""

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from specens.decoding.types import StepRecord
+from specens.decoding.types import Member, StepRecord
 from specens.errors import UserError, one_line
 
 Points = tuple[tuple[int, float], ...]
@@ -66,6 +66,15 @@ class CostTable:
     def plain(self) -> float:
         """Milliseconds of a step without drafts."""
         return self.verify(0) + self.host_ms
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Refuse a table that would let somebody draft for nothing."""
+        for member in members:
+            if member.name not in self.draft_ms:
+                raise UserError(
+                    f"costs ({self.origin}): draft_ms has no member {member.name}, whose drafts would then be free; "
+                    f"add a row, such as {member.name}: [[1, 0.5]]"
+                )
 
     def content(self) -> dict[str, Any]:
         """As JSON."""

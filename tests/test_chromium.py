@@ -1,4 +1,4 @@
-"""The page in a real browser: headless Chromium, from a file. Skipped where there is no Chromium."""
+"""The page in a real browser: headless Chromium, from a file (pytest -m slow). Skipped where there is no Chromium."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specens.analysis.html.markup import visible
 from specens.analysis.metrics import summarise
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
 PROBE = """
 const frame = document.querySelector("iframe"), found = {}, blocked = [];

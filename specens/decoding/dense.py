@@ -5,7 +5,7 @@ one text whoever drafts, so these proposals say exactly what any other team of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -24,21 +24,22 @@ Hidden = Mapping[int, torch.Tensor]
 """Layer -> states `[num_positions, hidden_size]`."""
 
 
+@dataclass(frozen=True)
+class Passage:
+    """A text that was decoded: the prompt, what was emitted, the target's states at all positions but the last, its sampler."""
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    hidden: Hidden
+    sampler: Sampler
+
+
 @runtime_checkable
 class Everywhere(Protocol):
     """A drafter that proposes at many positions at once for less than one by one."""
 
-    def propose_everywhere(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        plans: Sequence[Plan],
-        sampler: Sampler,
-        hidden: Hidden,
-    ) -> list[Draft] | None:
-        """What `propose` says after the prompt and `output_ids[:t]`, with `plans[t]`, for every t; None: ask one by one. `hidden`
-        are the target's states at all positions but the last.
-        """
+    def propose_everywhere(self, text: Passage, plans: Sequence[Plan]) -> list[Draft] | None:
+        """What `propose` says after the prompt and `output_ids[:t]`, with `plans[t]`, for every t; None: ask one by one."""
         ...
 
 
@@ -91,7 +92,7 @@ class Listening:
         layers = self._shown[0] if self._shown else ()
         hidden = {layer: torch.cat([shown[layer] for shown in self._shown]) for layer in layers}
         said, plans = self.said, full_plans(self.members, len(prompt_ids), len(output_ids), stop)
-        drafts = everywhere(self.inner, prompt_ids, output_ids, plans, sampler, hidden)
+        drafts = everywhere(self.inner, Passage(prompt_ids, output_ids, hidden, sampler), plans)
         return [
             _as_said(draft, plan, said.get(len(prompt_ids) + position), self.members)
             for position, (draft, plan) in enumerate(zip(drafts, plans, strict=True))
@@ -108,25 +109,18 @@ def full_plans(members: Sequence[Member], num_prompt: int, num_output: int, stop
     return [budget.plan(context) for context in contexts]
 
 
-def everywhere(
-    drafter: Drafter,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    plans: Sequence[Plan],
-    sampler: Sampler,
-    hidden: Hidden,
-) -> list[Draft]:
+def everywhere(drafter: Drafter, text: Passage, plans: Sequence[Plan]) -> list[Draft]:
     """One draft for every plan: at once if the drafter can, else one by one, as in a run that accepts nothing."""
     if isinstance(drafter, Everywhere):
-        drafts = drafter.propose_everywhere(prompt_ids, output_ids, plans, sampler, hidden)
+        drafts = drafter.propose_everywhere(text, plans)
         if drafts is not None:
             return drafts
-    ids, num_before = tuple(prompt_ids), len(prompt_ids) - 1
+    ids, num_before, hidden = tuple(text.prompt_ids), len(text.prompt_ids) - 1, text.hidden
     drafter.start(ids)
     condition(drafter, {layer: states[:num_before] for layer, states in hidden.items()} if num_before else {})
     drafts = []
-    for position, (token, plan) in enumerate(zip(output_ids, plans, strict=True)):
-        drafts.append(drafter.propose(ids, plan, sampler) if plan.num_tokens else Draft())
+    for position, (token, plan) in enumerate(zip(text.output_ids, plans, strict=True)):
+        drafts.append(drafter.propose(ids, plan, text.sampler) if plan.num_tokens else Draft())
         place = num_before + position
         condition(drafter, {layer: states[place : place + 1] for layer, states in hidden.items()})
         drafter.observe(Commit((), (token,)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specens.decoding.dense import Hidden, everywhere
+from specens.decoding.dense import Passage, everywhere
 from specens.decoding.drafter import Conditioned, Drafter, describe
 from specens.decoding.merge import side_by_side
 from specens.decoding.sampling import Sampler
@@ -83,17 +83,10 @@ class Ensemble:
             seconds += draft.seconds or ([elapsed] + [0.0] * len(drafter.members))[: len(drafter.members)]
         return replace(side_by_side(parts, self._sizes), seconds=tuple(seconds))
 
-    def propose_everywhere(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        plans: Sequence[Plan],
-        sampler: Sampler,
-        hidden: Hidden,
-    ) -> list[Draft]:
+    def propose_everywhere(self, text: Passage, plans: Sequence[Plan]) -> list[Draft]:
         shares = [self._plans(plan) for plan in plans]
         parts = [
-            _ask(name, everywhere, drafter, prompt_ids, output_ids, [share[place] for share in shares], sampler, hidden)
+            _ask(name, everywhere, drafter, text, [share[place] for share in shares])
             for place, (name, drafter) in enumerate(self._drafters.items())
         ]
         return [side_by_side(drafts, self._sizes) for drafts in zip(*parts, strict=True)]

@@ -17,7 +17,7 @@ from specens.cpu import packing
 from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
 from specens.decoding.compiled import CannotCompileError, CompiledModel, widths_for
-from specens.decoding.dense import Hidden
+from specens.decoding.dense import Passage
 from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan, TokenTree, chain_parents, depths_of, rounded
@@ -167,14 +167,7 @@ class LanguageModel:
         return branch.draft()
 
     @torch.inference_mode()
-    def propose_everywhere(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        plans: Sequence[Plan],
-        sampler: Sampler,
-        hidden: Hidden,
-    ) -> list[Draft] | None:
+    def propose_everywhere(self, text: Passage, plans: Sequence[Plan]) -> list[Draft] | None:
         """All positions of a piece of the text in one forward for each depth of the drafts: the text is a chain of nodes, and
         the drafts are branches of it.
         """
@@ -183,18 +176,18 @@ class LanguageModel:
         # What 8-bit layers say of a position depends on how many others stand beside it.
         if packing(model.model) == "int8" or not model.fits_tree:
             return None
-        ids = [*prompt_ids, *output_ids]
+        ids = [*text.prompt_ids, *text.output_ids]
         num_ids = model.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
         num_readable = next((place for place, token in enumerate(ids) if token >= num_ids), len(ids))
-        lengths = range(len(prompt_ids), len(ids))
+        lengths = range(len(text.prompt_ids), len(ids))
         num_open = sum(
             plan.num_tokens > 0 and length <= num_readable for plan, length in zip(plans, lengths, strict=True)
         )
-        cache = model.prefill(prompt_ids) if num_open else KVCache()
+        cache = model.prefill(text.prompt_ids) if num_open else KVCache()
         drafts: list[Draft] = []
         for begin in range(0, num_open, PIECE):
             piece = plans[begin : min(begin + PIECE, num_open)]
-            drafts += self._branches(model, cache, ids, lengths[begin], piece, sampler)
+            drafts += self._branches(model, cache, ids, lengths[begin], piece, text.sampler)
         return drafts + [Draft()] * (len(plans) - num_open)
 
     def _branches(

@@ -12,10 +12,10 @@ __all__ = ["UserError", "attach", "load"]
 
 if TYPE_CHECKING:
     from specens.errors import UserError
-    from specens.records import load
+    from specens.loading import load
     from specens.speculator import attach
 
-_HOMES = {"attach": "specens.speculator", "load": "specens.records", "UserError": "specens.errors"}
+_HOMES = {"attach": "specens.speculator", "load": "specens.loading", "UserError": "specens.errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,7 @@ def refuse_ignored(words: Sequence[str]) -> None:
 def _job(config: DictConfig) -> Any:
     """What all systems have in common, checked before any model is loaded."""
     from specens.drafters.none import NoDrafter
-    from specens.experiment import Job
+    from specens.job import Job
 
     plain = resolved(config)
     unknown = sorted(set(plain) - {*BUILT, *PLAIN, *OWN})

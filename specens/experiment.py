@@ -1,107 +1,41 @@
-"""One job: decode every prompt with the drafters and plainly, write the run folder, tell the tracker and the screen."""
+"""Run a job: decode every prompt with the drafters and plainly, write the run folder, tell the tracker and the screen."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from specens.analysis.html import report
 from specens.analysis.metrics import drafter_table, summarise
-from specens.decoding.bandit import BanditBudget
-from specens.decoding.budget import Budget, FixedBudget
+from specens.decoding.budget import FixedBudget
 from specens.decoding.compiled import CannotCompileError, CompileOptions
-from specens.decoding.cost_aware import CostAwareBudget
-from specens.decoding.costs import CostTable, read_costs
+from specens.decoding.costs import CostTable
 from specens.decoding.dense import Listening
-from specens.decoding.drafter import Drafter, describe, hidden_layers
-from specens.decoding.generation import SamplingOptions, eos_ids, prepare
+from specens.decoding.drafter import hidden_layers
+from specens.decoding.generation import eos_ids, prepare
 from specens.decoding.loop import Decoder
-from specens.decoding.target import LAYOUTS, Layout, Target
+from specens.decoding.target import Target
 from specens.decoding.types import StepRecord, TokenTree
-from specens.decoding.verify import Coupled, Verifier
+from specens.decoding.verify import Coupled
 from specens.drafters.none import NoDrafter
-from specens.errors import DrafterError, UserError, check_count
+from specens.environment import environment
+from specens.errors import DrafterError, UserError
+from specens.job import Job, budget_words
 from specens.kept_costs import keep, kept
-from specens.models import ModelSpec
-from specens.prompts import Prompt, Question, Source, next_prompt
-from specens.records import DenseDraft, PromptRecord, RunWriter
+from specens.prompts import Prompt, Question, next_prompt
+from specens.records import RunWriter
 from specens.screen import Screen
-from specens.speculator import Completion, Speculator, check_laws
+from specens.speculator import Completion, Speculator
+from specens.tables import DenseDraft, PromptRecord
 from specens.text import first_difference, token_pieces
 from specens.trackers import Tracker
 
 WARM_UP_TOKENS = 4
 """Decoded with and without drafters before anything is timed."""
-
-
-TRACES = ("steps", "dense")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything a run needs, built from the configuration and checked before any model is loaded."""
-
-    target: ModelSpec
-    drafter: Drafter
-    budget: Budget
-    verifier: Verifier
-    layout: Layout
-    sampling: SamplingOptions
-    prompts: Source
-    tracker: Tracker
-    baseline: bool = True
-    trace: str = "steps"
-    exact_width: int | None = None
-    compiled: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise UserError(f"layout={self.layout}: choose one of {', '.join(LAYOUTS)}")
-        if self.trace not in TRACES:
-            raise UserError(f"trace={self.trace}: choose one of {', '.join(TRACES)}")
-        if self.trace == "dense" and not self.verifier.coupled:
-            raise UserError(
-                f"trace=dense: with verifier={self.verifier.name} the text depends on who drafts, so that nothing else can be "
-                "replayed from it; use verifier=coupled"
-            )
-        if not isinstance(self.baseline, bool):
-            raise UserError(f"baseline={self.baseline!r}: give true or false")
-        if self.compiled not in (None, True, False):
-            raise UserError(f"compiled={self.compiled!r}: give true, false or null")
-        check_laws(self.verifier, self.drafter)
-        if self.budget.costs is not None:
-            read_costs(str(self.budget.costs)).check(self.drafter.members)
-        if self.exact_width is not None:
-            check_exact_width(self.exact_width, self.layout, self.budget)
-        self.target.check()
-
-
-def budget_words(budget: Budget) -> dict[str, Any]:
-    """A budget as it is named on the command line, with its options; one of somebody's own by its class."""
-    names: dict[type, str] = {CostAwareBudget: "cost_aware", BanditBudget: "bandit", FixedBudget: "fixed"}
-    name = names.get(type(budget), type(budget).__name__)
-    options = asdict(budget) if is_dataclass(budget) else {}  # pyright: ignore[reportArgumentType]
-    return {"name": "priority" if options.get("first_only") else name, "options": options}
-
-
-def check_exact_width(exact_width: Any, layout: Layout, budget: Budget) -> None:
-    """Refuse a width that steps could leave: rows have a width of their own, and a tree may have as many nodes as the budget."""
-    check_count("exact_width", exact_width)
-    if layout != "tree":
-        raise UserError(f"exact_width={exact_width}: layout={layout} has no one width; use layout=tree")
-    most = budget.max_nodes
-    if most > exact_width:
-        raise UserError(f"exact_width={exact_width}: a tree may have {most} nodes; give budget.max_nodes={exact_width}")
 
 
 def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
@@ -190,22 +124,7 @@ class Session:
 
     def environment(self) -> dict[str, Any]:
         """What the numbers depend on besides the configuration."""
-        device = self.target.device
-        packages = ("specens", "torch", "transformers", "bitsandbytes", "hydra-core", "numpy", "wandb")
-        return {
-            "command": sys.argv,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": {name: version(name) for name in packages},
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "compiled": self.target.compiled is not None,
-            "num_threads": torch.get_num_threads(),
-            "git": _git_revision(),
-            "target": self._facts,
-            "drafters": describe(self.job.drafter),
-            "eos_token_ids": list(eos_ids(self.config)),
-            "generation_config": self.config.to_diff_dict(),
-        }
+        return environment(self.target, self._facts, self.job.drafter, self.config)
 
     def _cost_subject(self) -> dict[str, Any]:
         """What a cost table depends on."""
@@ -374,13 +293,3 @@ class Session:
             logits = self.target.score(self.target.prefill(ids), ids[-1], TokenTree(), "tree")
             fork_margin = sampler.margin(ids, logits[0])
         return {**columns, "is_identical": fork_at is None, "fork_at": fork_at, "fork_margin": fork_margin}
-
-
-def _git_revision() -> str | None:
-    """The checkout's commit, None for an installed package."""
-    here = Path(__file__).resolve().parent.parent
-    if not (here / ".git").exists():
-        return None
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return done.stdout.strip() or None

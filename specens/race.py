@@ -25,7 +25,7 @@ from specens.errors import DrafterError, UserError
 from specens.run import failing_in_one_line, job_of, quiet_libraries
 
 if TYPE_CHECKING:
-    from specens.experiment import Job
+    from specens.job import Job
 
 HYDRA_WORD = re.compile(r"(\+\+?|~)?[\w$][\w$.@:/-]*=|~[\w$][\w$.@:/-]*$")
 """How a word for Hydra begins: a name and =, or ~ and a name. Any other is the prompt."""

@@ -29,7 +29,8 @@ from specens.decoding.budget import Budget
 from specens.decoding.costs import read_costs, read_versions
 from specens.errors import UserError, check_count
 from specens.files import plain, write_whole
-from specens.records import COSTS_NAME, SUMMARY_NAME, Run, load, load_dense
+from specens.loading import Run, load, load_dense
+from specens.records import COSTS_NAME, SUMMARY_NAME
 from specens.report import rebuild
 from specens.run import failing_in_one_line
 
@@ -78,7 +79,7 @@ def _load_one(folder: Path) -> Run:
 def replay(config: DictConfig) -> dict[str, Any]:
     """Study the run that `run` names, leave the files in its folder, and return the content of replay.json."""
     options = resolved(config)
-    if options["run"] is None:
+    if not str(options["run"] or ""):
         raise UserError(
             "run is not set: give run=<folder>, a run with a dense trace (python -m specens.run trace=dense)"
         )

@@ -25,7 +25,8 @@ from specens.analysis.metrics import summarise
 from specens.config import CONF_DIR, VERSION_BASE
 from specens.errors import UserError, one_line
 from specens.files import write_whole
-from specens.records import SUMMARY_NAME, Run, load, words_of
+from specens.loading import Run, load, words_of
+from specens.records import SUMMARY_NAME
 from specens.run import failing_in_one_line
 
 PAGE_NAME = "report.html"

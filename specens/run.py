@@ -25,7 +25,7 @@ from specens.errors import UserError
 from specens.records import RunWriter
 
 if TYPE_CHECKING:
-    from specens.experiment import Job
+    from specens.job import Job
 
 BUILT = ("target", "drafter", "budget", "verifier", "sampling", "prompts", "tracker")
 PLAIN = ("layout", "baseline", "trace", "exact_width", "compiled")
@@ -51,7 +51,7 @@ def run(config: DictConfig, folder: Path) -> dict[str, Any]:
 
 def job_of(config: DictConfig) -> Job:
     """What `config` describes, built and checked, with no model loaded."""
-    from specens.experiment import Job
+    from specens.job import Job
 
     plain = resolved(config)
     unknown = sorted(set(plain) - {*BUILT, *PLAIN})

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from specens.decoding.types import StepRecord
 from specens.errors import one_line
-from specens.records import PromptRecord
+from specens.tables import PromptRecord
 
 
 class Screen:

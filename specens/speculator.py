@@ -174,7 +174,7 @@ class Speculator:
     def stats(self) -> pd.DataFrame:
         """One row per drafter over all `generate` calls so far: win rate, acceptance, cost (specens.analysis.metrics)."""
         from specens.analysis.metrics import drafter_table, summarise
-        from specens.records import PromptRecord, frames_of
+        from specens.tables import PromptRecord, frames_of
 
         rows = [
             (

@@ -39,7 +39,8 @@ from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.drafters.none import NoDrafter
 from specens.errors import UserError
-from specens.experiment import Job, Session
+from specens.experiment import Session
+from specens.job import Job
 from specens.models import ModelSpec
 from specens.prompts import Jsonl, Prompt
 from specens.screen import Screen

@@ -207,7 +207,7 @@ NAN = float("nan")
         ({"verify_ms": ((0, -1.0),)}, "verify_ms"),
         ({"verify_ms": ((0, NAN),)}, "verify_ms"),
         ({"verify_ms": ((0, float("inf")),)}, "verify_ms"),
-        ({"verify_ms": ((0, 1.0), (4, 2.0), (2, 3.0))}, "rising"),
+        ({"verify_ms": ((0, 1.0), (4, 2.0), (2, 3.0))}, "rising counts; 2 follows 4"),
         ({"verify_ms": ((0, 1.0), (4, 2.0), (4, 3.0))}, "rising"),
         ({"verify_ms": ((0, 1.0), (4, NAN))}, "verify_ms"),
         ({"draft_ms": {"small": ()}}, "draft_ms.small"),

@@ -41,9 +41,10 @@ from specens.drafters.ngram import NGram
 from specens.drafters.none import NoDrafter
 from specens.drafters.scripted import Fixed
 from specens.errors import UserError
+from specens.loading import Run, load
 from specens.models import ModelSpec
-from specens.records import PromptRecord, Run, frames_of, load
 from specens.run import run
+from specens.tables import PromptRecord, frames_of
 from specens.tiny import byte_tokenizer, random_model
 
 LAYOUTS: tuple[Layout, ...] = ("tree", "rows")

@@ -23,10 +23,11 @@ from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.drafters.scripted import Oracle
 from specens.errors import UserError
-from specens.experiment import Job
+from specens.job import Job
 from specens.prompts import Source
-from specens.records import PromptRecord, RunWriter
+from specens.records import RunWriter
 from specens.run import BUILT, PLAIN
+from specens.tables import PromptRecord
 from specens.tiny import byte_tokenizer, random_model
 
 
@@ -259,7 +260,7 @@ def test_a_target_outside_of_specens_is_refused_wherever_it_stands(target):
     assert target in refusal([in_a_list], "sampling")
 
 
-@pytest.mark.parametrize("target", ["specens.run.os.getcwd", "specens.experiment.platform.python_version"])
+@pytest.mark.parametrize("target", ["specens.run.os.getcwd", "specens.environment.platform.python_version"])
 def test_what_specens_itself_imports_is_not_a_target(target):
     """The name begins with the right word; what it names is not specens' own."""
     with pytest.raises(UserError, match=target.rsplit(".", 1)[1]):

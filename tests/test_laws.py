@@ -42,7 +42,7 @@ from specens.drafters.universal import Universal
 from specens.drafters.vocabulary import TrimmedHead
 from specens.errors import DrafterError
 from specens.models import TargetCopy
-from specens.records import PromptRecord, frames_of
+from specens.tables import PromptRecord, frames_of
 from specens.tiny import byte_tokenizer, random_model
 
 pytestmark = pytest.mark.laws

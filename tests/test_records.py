@@ -21,7 +21,9 @@ import pytest
 from specens.analysis.metrics import summarise
 from specens.decoding.types import MemberRecord, StepRecord
 from specens.errors import UserError
-from specens.records import SCHEMAS, PromptRecord, RunWriter, load
+from specens.loading import load
+from specens.records import RunWriter
+from specens.tables import SCHEMAS, PromptRecord
 
 
 def prompt(prompt_id: str = "p", **changes: object) -> PromptRecord:
@@ -309,6 +311,6 @@ def test_the_summary_is_strict_json_with_a_version(tmp_path: Path) -> None:
 
 
 def test_records_need_no_torch() -> None:
-    code = "import sys, specens.records; print('torch' in sys.modules)"
+    code = "import sys, specens.loading, specens.records; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

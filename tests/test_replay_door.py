@@ -17,8 +17,9 @@ from traces import COSTS, decode_live, drafts_everywhere, facts, guessers, scrip
 from specens.config import compose
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.cost_aware import CostAwareBudget
-from specens.records import DenseDraft, RunWriter
+from specens.records import RunWriter
 from specens.replay import main, read_live, read_trace
+from specens.tables import DenseDraft
 
 TEXTS = scripts()
 MEMBERS = guessers(TEXTS)

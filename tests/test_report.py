@@ -13,9 +13,10 @@ from test_html import Page
 from specens.config import compose
 from specens.decoding.types import MemberRecord, StepRecord
 from specens.errors import UserError
-from specens.records import PromptRecord, RunWriter
+from specens.records import RunWriter
 from specens.report import MAX_NOTICES, main, rebuild
 from specens.run import run
+from specens.tables import PromptRecord
 
 STEP = StepRecord(
     step=0,
@@ -169,3 +170,9 @@ def test_the_door_refuses_bad_folders_in_one_line(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specens:")]
     assert len(lines) == 1 and said in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_bench_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "bench.md").write_text("a table", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"no run to read.*a bench's page is {tmp_path / 'bench.md'}"):
+        rebuild(tmp_path)

@@ -22,12 +22,15 @@ from specens.decoding.generation import SamplingOptions
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.ngram import NGram
 from specens.errors import UserError
-from specens.experiment import Job, run_job
+from specens.experiment import run_job
+from specens.job import Job
+from specens.loading import load
 from specens.models import ModelSpec
 from specens.prompts import Jsonl
-from specens.records import SCHEMAS, RunWriter, load
+from specens.records import RunWriter
 from specens.run import main, run
 from specens.screen import Screen
+from specens.tables import SCHEMAS
 from specens.tiny import TinyModel, byte_tokenizer
 from specens.trackers import NoTracker
 
@@ -349,7 +352,7 @@ def test_shards_are_merged_on_reading_to_the_unsharded_run(tmp_path):
 
 
 def test_b49_a_folder_that_holds_a_run_refuses_a_second_one_and_keeps_the_first(tmp_path):
-    """Nothing of the first run is touched, also when it had failed."""
+    """Nothing of the first run is touched. One that was refused before its first prompt has nothing to keep, and makes room."""
     smoke(tmp_path / "run", "prompts.limit=1")
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     with pytest.raises(UserError, match=r"already holds a run.*hydra\.run\.dir"):
@@ -357,9 +360,10 @@ def test_b49_a_folder_that_holds_a_run_refuses_a_second_one_and_keeps_the_first(
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     with pytest.raises(UserError):
         smoke(tmp_path / "failed", "sampling.temperature=-1")
+    assert summary_of(tmp_path / "failed")["status"] == "failed"
+    assert smoke(tmp_path / "failed", "prompts.limit=1")["status"] == "finished"
     with pytest.raises(UserError, match="already holds a run"):
         smoke(tmp_path / "failed")
-    assert summary_of(tmp_path / "failed")["status"] == "failed"
 
 
 def test_without_a_baseline_nothing_is_compared_and_nothing_is_claimed(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 
 from specens.analysis.sweeps import sweep_drafters, sweep_table, swept_words
 from specens.errors import UserError
-from specens.records import RunWriter, load
+from specens.loading import load
+from specens.records import RunWriter
 
 
 def job(run: str, *words: str, **numbers: Any) -> dict[str, Any]:

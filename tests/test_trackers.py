@@ -21,7 +21,7 @@ import pytest
 from specens.analysis.metrics import DRAFTER_COLUMNS
 from specens.config import compose
 from specens.errors import UserError
-from specens.records import load
+from specens.loading import load
 from specens.replay import read_trace
 from specens.run import run as run_it
 from specens.trackers import (

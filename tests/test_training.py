@@ -32,8 +32,8 @@ from specens.drafters.distilled import Distilled
 from specens.drafters.networks import Context, Places
 from specens.drafters.non_autoregressive import NonAutoregressive
 from specens.errors import UserError
+from specens.loading import load
 from specens.models import ModelSpec
-from specens.records import load
 from specens.run import run
 from specens.tiny import byte_tokenizer, random_model
 from specens.train import train

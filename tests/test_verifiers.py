@@ -21,7 +21,7 @@ from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.none import NoDrafter
 from specens.errors import DrafterError, UserError
-from specens.records import PromptRecord, frames_of
+from specens.tables import PromptRecord, frames_of
 from specens.tiny import random_model
 
 pytestmark = pytest.mark.laws

@@ -20,7 +20,7 @@ from specens.decoding.stopping import StopRules
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan, StepRecord
 from specens.decoding.verify import Coupled
 from specens.drafters.ensemble import Ensemble
-from specens.records import PromptRecord, frames_of
+from specens.tables import PromptRecord, frames_of
 
 VOCAB = 9
 END = 1

@@ -47,7 +47,7 @@ class CostModel:
         *,
         first_only: bool = False,
     ) -> CostModel:
-        """The table, corrected by a run's own tables (`records.load`), by totals over totals: forwards by their width, plain
+        """The table, corrected by a run's own tables (`loading.load`), by totals over totals: forwards by their width, plain
         ones by the run's baseline if it has one, each member's drafts, and the host. `first_only`: members after the first that
         had something to say were not asked.
         """

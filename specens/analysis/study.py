@@ -26,7 +26,7 @@ _COMPARED = ("context_tokens", "num_nodes", "num_accepted", "num_emitted", "mode
 
 @dataclass(frozen=True)
 class Live:
-    """What a run left: its tables (`records.load`), its budget, its members in their order, and its cost tables by version."""
+    """What a run left: its tables (`loading.load`), its budget, its members in their order, and its cost tables by version."""
 
     name: str
     prompts: pd.DataFrame

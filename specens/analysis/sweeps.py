@@ -29,7 +29,7 @@ JOB_NUMBERS = (
 def swept_words(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The words in which the jobs of a sweep differ, in the order in which they were given.
 
-    `summaries` are those of `records.load`. Raises UserError with fewer than two jobs, or when no word differs.
+    `summaries` are those of `loading.load`. Raises UserError with fewer than two jobs, or when no word differs.
     """
     if len(summaries) < 2:
         raise UserError(f"{_homes(summaries)}: a sweep has at least two jobs; name the folder of a --multirun")

@@ -52,7 +52,7 @@ class Trace:
 
     @classmethod
     def of(cls, dense: pd.DataFrame, prompts: pd.DataFrame, meta: Mapping[str, Any]) -> Trace:
-        """From `records.load_dense` and the table of prompts. Prompts that failed, or were not finished, are left out.
+        """From `loading.load_dense` and the table of prompts. Prompts that failed, or were not finished, are left out.
 
         Raises UserError when the trace is not one of these prompts, row for row.
         """

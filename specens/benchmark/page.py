@@ -67,7 +67,7 @@ def _subject(content: Mapping[str, Any]) -> Iterator[str]:
     """What was measured, where, and how far it came."""
     if content["status"] != "finished":
         done, all_ = content["num_prompts_done"], content["num_prompts"]
-        yield f"**INCOMPLETE ({content['status']}): {done} of {all_} prompts were measured.**\n"
+        yield f"**INCOMPLETE ({content['status']}): {done} of {all_} prompts were measured whole.**\n"
     environment = content["environment"]
     target, packages = environment["target"], environment["packages"]
     packed = f" (packed as {target['packed_weights']})" if target.get("packed_weights") else ""

@@ -19,7 +19,7 @@ from specens.decoding.types import StepRecord
 from specens.decoding.verify import Verifier
 from specens.drafters.ensemble import Ensemble
 from specens.errors import UserError
-from specens.experiment import check_exact_width
+from specens.job import check_exact_width
 from specens.prompts import Prompt
 from specens.speculator import Speculator
 

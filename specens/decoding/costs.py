@@ -4,6 +4,7 @@ replay decide from such a table, never from the clock of the step at hand.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from bisect import bisect_left
@@ -40,11 +41,8 @@ class CostTable:
     def __post_init__(self) -> None:
         rows = [("verify_ms", self.verify_ms), *((f"draft_ms.{name}", row) for name, row in self.draft_ms.items())]
         for name, row in rows:
-            counts = [count for count, _ in row]
-            if not row or counts != sorted(set(counts)) or any(not 0 <= ms < 1e9 for _, ms in row):
-                raise UserError(
-                    f"costs: {name} must be pairs [count, milliseconds] with rising counts, got {list(row)}"
-                )
+            if (fault := _fault(row)) is not None:
+                raise UserError(f"costs: {name} must be pairs [count, milliseconds] with rising counts; {fault}")
         if self.verify_ms[0][0] != 0 or self.verify_ms[0][1] <= 0:
             raise UserError(f"costs: verify_ms must begin with the cost of 0 nodes, got {list(self.verify_ms[:1])}")
         if not 0 <= self.host_ms < 1e9:
@@ -104,6 +102,16 @@ class CostTable:
             raise UserError(
                 f"costs: not a cost table ({type(error).__name__}: {one_line(error)}); it has verify_ms, draft_ms and host_ms"
             ) from error
+
+
+def _fault(row: Points) -> str | None:
+    """What is wrong with the first wrong pair."""
+    if not row:
+        return "it has none"
+    for (before, _), (count, _) in itertools.pairwise(row):
+        if count <= before:
+            return f"{count} follows {before}"
+    return next((f"{count} costs {ms}" for count, ms in row if not 0 <= ms < 1e9), None)
 
 
 def read_costs(path: str) -> CostTable:

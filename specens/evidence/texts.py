@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specens.errors import UserError, one_line
-from specens.records import load
+from specens.loading import load
 from specens.text import first_difference
 
 

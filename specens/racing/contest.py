@@ -14,13 +14,14 @@ from specens.decoding.target import Target
 from specens.decoding.types import StepRecord
 from specens.decoding.verify import Coupled
 from specens.drafters.none import NoDrafter
-from specens.experiment import Job, Session
+from specens.experiment import Session
+from specens.job import Job
 from specens.prompts import Prompt, Question, next_prompt
 from specens.racing.lane import Lane, turns, verdict
 from specens.racing.view import View
-from specens.records import PromptRecord, frames_of
 from specens.screen import Screen
 from specens.speculator import Completion, Speculator
+from specens.tables import PromptRecord, frames_of
 from specens.text import Pieces, first_difference
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
@@ -23,7 +24,7 @@ from specens.decoding.types import StepRecord, TokenTree
 from specens.decoding.verify import Coupled
 from specens.drafters.none import NoDrafter
 from specens.environment import environment
-from specens.errors import DrafterError, UserError
+from specens.errors import DrafterError, UserError, one_line
 from specens.job import Job, budget_words
 from specens.kept_costs import keep, kept
 from specens.prompts import Prompt, Question, next_prompt
@@ -32,7 +33,7 @@ from specens.screen import Screen
 from specens.speculator import Completion, Speculator
 from specens.tables import DenseDraft, PromptRecord
 from specens.text import first_difference, token_pieces
-from specens.trackers import Tracker
+from specens.traced import write_study
 
 WARM_UP_TOKENS = 4
 """Decoded with and without drafters before anything is timed."""
@@ -66,20 +67,34 @@ def run_job(job: Job, writer: RunWriter, config: Mapping[str, Any], screen: Scre
         raise
     finally:
         screen.end_prompt()
-        summary = _close(job.tracker, writer, outcome)
+        summary = _close(job, writer, outcome, screen)
     return summary
 
 
-def _close(tracker: Tracker, writer: RunWriter, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Write summary.json and report.html, and close the tracker's run."""
+def _close(job: Job, writer: RunWriter, outcome: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+    """Write summary.json and report.html, replay a dense trace, and close the tracker's run."""
     prompts, steps, drafts = writer.frames()
     summary = {**summarise(prompts, steps, drafts), **outcome}
     writer.write_summary(summary)
     title = f"specens run {writer.folder.resolve().name}"
-    writer.write_page(report(prompts, steps, drafts, summary, title=title))
+    replay = _replayed(writer.folder, screen) if job.trace == "dense" and outcome["status"] == "finished" else None
+    writer.write_page(report(prompts, steps, drafts, summary, title=title, replay=replay))
     rows = prompts.drop(columns=["prompt_ids", "output_ids", "output_pieces", "baseline_ids"]).to_dict("records")
-    tracker.finish(summary, drafter_table(summary).to_dict("records"), rows, outcome["status"])
+    job.tracker.finish(summary, drafter_table(summary).to_dict("records"), rows, outcome["status"])
     return summary
+
+
+def _replayed(folder: Path, screen: Screen) -> dict[str, Any] | None:
+    """What every team of the drafters would have done, as python -m specens.replay says it; None, and why, when it cannot."""
+    screen.say("replaying every team")
+    try:
+        content = write_study(folder)
+    except (UserError, KeyboardInterrupt) as reason:  # the run itself is finished
+        screen.say(f"not replayed: {one_line(reason)}")
+        return None
+    if content["live"]["num_different"]:
+        screen.say(f"the replay is NOT the run itself: {content['live']['first_difference']}")
+    return content
 
 
 class Session:

@@ -11,6 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+SUMMARY_NAME = "summary.json"
+COSTS_NAME = "costs.json"
+DENSE_NAME = "dense.parquet"
+REPLAY_NAME = "replay.json"
+REPLAY_PAGE_NAME = "replay.md"
+PAGE_NAME = "report.html"
+"""Of a run folder, beside its tables."""
+
 
 def write_whole(folder: Path, contents: Mapping[str, pa.Table | str]) -> None:
     """Write every file (a table as parquet) under a temporary name in the same folder; only when all are written, rename them."""

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specens.errors import UserError, one_line
-from specens.records import SUMMARY_NAME
-from specens.tables import DENSE_NAME, DENSE_SCHEMA, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, facts_of
+from specens.files import DENSE_NAME, SUMMARY_NAME
+from specens.tables import DENSE_SCHEMA, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, facts_of
 
 BENCH_PAGE = "bench.md"
 """In the folder of a bench, which is no run."""

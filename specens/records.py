@@ -18,9 +18,8 @@ import pyarrow.parquet as pq
 from specens.decoding.costs import CostTable
 from specens.decoding.types import StepRecord
 from specens.errors import UserError
-from specens.files import plain, write_whole
+from specens.files import COSTS_NAME, DENSE_NAME, PAGE_NAME, SUMMARY_NAME, plain, write_whole
 from specens.tables import (
-    DENSE_NAME,
     SCHEMA_VERSION,
     SCHEMAS,
     DenseDraft,
@@ -30,10 +29,6 @@ from specens.tables import (
     begin_dense,
     tables_of,
 )
-
-SUMMARY_NAME = "summary.json"
-
-COSTS_NAME = "costs.json"
 
 
 class RunWriter:
@@ -104,8 +99,8 @@ class RunWriter:
         write_whole(self.folder, {COSTS_NAME: json.dumps(plain(content), indent=1, allow_nan=False) + "\n"})
 
     def write_page(self, html: str) -> None:
-        """Write `report.html`."""
-        write_whole(self.folder, {"report.html": html})
+        """Write the page."""
+        write_whole(self.folder, {PAGE_NAME: html})
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Prompts, steps and drafts added so far."""

@@ -24,13 +24,10 @@ from specens.analysis.html import report
 from specens.analysis.metrics import summarise
 from specens.config import CONF_DIR, VERSION_BASE
 from specens.errors import UserError, one_line
-from specens.files import write_whole
+from specens.files import PAGE_NAME, REPLAY_NAME, SUMMARY_NAME, write_whole
 from specens.loading import Run, load, words_of
-from specens.records import SUMMARY_NAME
 from specens.run import failing_in_one_line
 
-PAGE_NAME = "report.html"
-REPLAY_NAME = "replay.json"
 UNFINISHED = {"status": "unfinished", "error": "it has no summary.json, so its process was killed, or is still at work"}
 """What stands for the summary of a run that has none."""
 MAX_NOTICES = 10

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from specens.decoding.types import StepRecord
 from specens.errors import one_line
+from specens.files import REPLAY_PAGE_NAME
 from specens.tables import PromptRecord
 
 
@@ -80,6 +81,8 @@ class Screen:
             parts.append(f"{summary['num_failed']} of {summary['num_prompts']} prompts FAILED")
         self.say(", ".join(parts))
         self.say(f"run folder: {folder}")
+        if (folder / REPLAY_PAGE_NAME).is_file():
+            self.say(f"what every team of the drafters would have done: {folder / REPLAY_PAGE_NAME}")
 
     def drafters(self, summary: Mapping[str, Any]) -> None:
         """The table of drafters, if there are any."""

@@ -90,8 +90,6 @@ SCHEMAS: dict[str, pa.Schema] = {
 """Table name (the file's stem) -> columns. In the order of writing: a prompt that is listed has its steps on disk."""
 
 
-DENSE_NAME = "dense.parquet"
-
 DENSE_SCHEMA = _schema(
     prompt_id=pa.string(),
     position=pa.int32(),

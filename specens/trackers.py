@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from specens.charts import PROMPT_COLUMNS, depth_rows, flatten, is_number, progress_scalars, table_rows
 from specens.errors import UserError, one_line
-from specens.files import plain
+from specens.files import COSTS_NAME, DENSE_NAME, REPLAY_NAME, SUMMARY_NAME, plain
 
 log = logging.getLogger("specens")
 
-Cell = str | float | int | bool | None
 Mode = Literal["online", "offline", "disabled"]
 
 MODES: dict[str, Mode] = {
@@ -38,31 +37,12 @@ EXIT_CODES = {"failed": 1, "interrupted": 130}
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 120.0
 
-PROMPT_COLUMNS = (
-    "prompt_id",
-    "category",
-    "prompt_text",
-    "text",
-    "finish_reason",
-    "num_steps",
-    "decode_s",
-    "prefill_s",
-    "baseline_decode_s",
-    "is_identical",
-    "fork_at",
-    "fork_margin",
-    "error",
-)
-"""Columns of every run's table of prompts, in this order; further ones follow."""
-
 STEP_METRICS = ("win_rate/*", "token_share/*")
 """Running numbers whose charts count target forwards, not prompts."""
 
-DENSE_NAME = "dense.parquet"
-TRACE_FILES = (DENSE_NAME, "prompts.parquet", "steps.parquet", "drafts.parquet", "summary.json", "costs.json")
+TRACE_FILES = (DENSE_NAME, "prompts.parquet", "steps.parquet", "drafts.parquet", SUMMARY_NAME, COSTS_NAME)
 """Files of a run folder that go with its dense trace: with them it can be replayed."""
 
-REPLAY_NAME = "replay.json"
 REPLAY_TABLES = ("teams", "members", "policies")
 """Lists of rows in a replay's results: every team of the members, what each member is worth, and what other budgets would do."""
 
@@ -238,62 +218,6 @@ def _copies_in(folder: Path) -> Iterator[None]:
         del os.environ["WANDB_DATA_DIR"]
 
 
-def progress_scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a running summary, flat: its own, and `win_rate/<name>`, `token_share/<name>` of every drafter.
-
-    Missing values (None, NaN) are left out, so a chart has a gap there and not a zero.
-    """
-    summary = plain(row)
-    scalars = {key: value for key, value in summary.items() if _is_number(value)}
-    for name, numbers in summary.get("drafters", {}).items():
-        for key in ("win_rate", "token_share"):
-            if _is_number(numbers.get(key)):
-                scalars[f"{key}/{name}"] = numbers[key]
-    return scalars
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level, keys joined by "/" ("drafters/ngram/win_rate"). Lists stay, NaN becomes None."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = plain(value)
-    return flat
-
-
-def table_rows(rows: Sequence[Mapping[str, Any]], fixed_columns: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
-    """Column names and cells of a table: the fixed columns, then the rows' further ones in order of appearance.
-
-    W&B refuses a column that mixes types and rows of unequal length. So every column is all bool, all int, all float or
-    all str, with None for what a row lacks; token lists become JSON text.
-    """
-    columns = list(dict.fromkeys([*fixed_columns, *(key for row in rows for key in row)]))
-    by_column = [_one_type([plain(row.get(column)) for row in rows]) for column in columns]
-    return columns, [list(cells) for cells in zip(*by_column, strict=True)]
-
-
-def _one_type(cells: Sequence[Any]) -> list[Cell]:
-    """A column's plain values as one type; None stays None."""
-    types = {type(cell) for cell in cells if cell is not None}
-    if types == {int, float}:
-        return [None if cell is None else float(cell) for cell in cells]
-    if len(types) <= 1 and types <= {bool, int, float, str}:
-        return list(cells)
-    return [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
-
-
-def depth_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`acceptance_by_depth` of every drafter as rows (drafter, depth, acceptance_rate): depths from 1, where one was measured."""
-    return [
-        {"drafter": name, "depth": depth, "acceptance_rate": rate}
-        for name, numbers in plain(summary).get("drafters", {}).items()
-        for depth, rate in enumerate(numbers.get("acceptance_by_depth") or [], start=1)
-        if _is_number(rate)
-    ]
-
-
 def _tables(
     summary: Mapping[str, Any], drafters: Sequence[Mapping[str, Any]], prompts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -305,7 +229,7 @@ def _tables(
     numbers = plain(summary)
     categories = [{"category": name, **row} for name, row in numbers.get("by_category", {}).items()]
     wins = [{"drafter": name, "win_rate": row.get("win_rate")} for name, row in numbers.get("drafters", {}).items()]
-    wins, depths = [row for row in wins if _is_number(row["win_rate"])], depth_rows(summary)
+    wins, depths = [row for row in wins if is_number(row["win_rate"])], depth_rows(summary)
     logged = {"drafters": _table(drafters, DRAFTER_COLUMNS), "prompts": _table(prompts, PROMPT_COLUMNS)}
     if categories:
         logged["categories"] = _table(categories)
@@ -346,7 +270,3 @@ def _known_mode(mode: str, source: str) -> Mode:
     if mode not in MODES:
         raise UserError(f"{source} is {mode!r}: use online, offline or disabled")
     return MODES[mode]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)  # a bool is a number here: it charts as 0 or 1

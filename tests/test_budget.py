@@ -53,7 +53,8 @@ from specens.drafters.ngram import NGram
 from specens.drafters.none import NoDrafter
 from specens.drafters.retrieval import Retrieval
 from specens.errors import UserError
-from specens.records import COSTS_NAME, RunWriter
+from specens.files import COSTS_NAME
+from specens.records import RunWriter
 from specens.speculator import Speculator
 from specens.tiny import random_model
 

@@ -19,9 +19,9 @@ from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.errors import UserError
+from specens.files import DENSE_NAME
 from specens.loading import load, load_dense
 from specens.run import run
-from specens.tables import DENSE_NAME
 from specens.tiny import random_model
 
 COUNT = 12

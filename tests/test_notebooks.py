@@ -17,7 +17,7 @@ import pytest
 
 import specens
 from specens.analysis.study import replay_of, same_steps
-from specens.replay import read_trace
+from specens.traced import read_trace
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 DATA = FOLDER / "data"

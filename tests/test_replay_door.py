@@ -18,8 +18,9 @@ from specens.config import compose
 from specens.decoding.budget import Budget, FixedBudget
 from specens.decoding.cost_aware import CostAwareBudget
 from specens.records import RunWriter
-from specens.replay import main, read_live, read_trace
+from specens.replay import main, read_live
 from specens.tables import DenseDraft
+from specens.traced import read_trace
 
 TEXTS = scripts()
 MEMBERS = guessers(TEXTS)

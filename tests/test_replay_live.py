@@ -18,8 +18,8 @@ from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.drafters.scripted import Oracle
 from specens.models import TargetCopy
-from specens.replay import read_trace
 from specens.tiny import random_model
+from specens.traced import read_trace
 
 pytestmark = pytest.mark.laws
 

@@ -19,19 +19,13 @@ from typing import Any
 import pytest
 
 from specens.analysis.metrics import DRAFTER_COLUMNS
+from specens.charts import PROMPT_COLUMNS, flatten, progress_scalars, table_rows
 from specens.config import compose
 from specens.errors import UserError
 from specens.loading import load
-from specens.replay import read_trace
 from specens.run import run as run_it
-from specens.trackers import (
-    PROMPT_COLUMNS,
-    NoTracker,
-    WandbTracker,
-    flatten,
-    progress_scalars,
-    table_rows,
-)
+from specens.traced import read_trace
+from specens.trackers import NoTracker, WandbTracker
 
 SUMMARY = {
     "acceptance_length": 2.5,

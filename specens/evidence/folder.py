@@ -20,7 +20,7 @@ from specens.evidence.examine import examine
 from specens.evidence.options import Options
 from specens.evidence.page import Audit
 from specens.evidence.texts import Text, chosen, read_texts
-from specens.files import plain, write_whole
+from specens.files import SUMMARY_NAME, plain, write_whole
 from specens.models import ModelSpec
 from specens.screen import Screen
 from specens.speculator import Speculator
@@ -96,7 +96,7 @@ def check_ids(folder: Path, texts: Sequence[Text], vocab_size: int) -> None:
 def status_of(folder: Path) -> str:
     """How the run ended, by its summary.json."""
     try:
-        return str(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("status"))
+        return str(json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8")).get("status"))
     except (OSError, ValueError, AttributeError):
         return "nothing, or it is missing"
 

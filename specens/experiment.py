@@ -27,8 +27,9 @@ from specens.environment import environment
 from specens.errors import DrafterError, UserError, one_line
 from specens.job import Job, budget_words
 from specens.kept_costs import keep, kept
-from specens.prompts import Prompt, Question, next_prompt
+from specens.prompts import Question
 from specens.records import RunWriter
+from specens.rendering import Prompt, next_prompt
 from specens.screen import Screen
 from specens.speculator import Completion, Speculator
 from specens.tables import DenseDraft, PromptRecord

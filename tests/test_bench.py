@@ -42,7 +42,8 @@ from specens.errors import UserError
 from specens.experiment import Session
 from specens.job import Job
 from specens.models import ModelSpec
-from specens.prompts import Jsonl, Prompt
+from specens.prompts import Jsonl
+from specens.rendering import Prompt
 from specens.screen import Screen
 from specens.tiny import TinyModel
 from specens.trackers import NoTracker

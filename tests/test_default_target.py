@@ -13,7 +13,8 @@ from specens.config import build, compose
 from specens.drafters.datastore import Header, map_tokens
 from specens.drafters.retrieval import shipped
 from specens.models import tokenizer_fingerprint
-from specens.prompts import DEMO_FILE, next_prompt
+from specens.prompts import DEMO_FILE
+from specens.rendering import next_prompt
 from specens.training.corpus import texts_of_jsonl
 from specens.training.texts import overlaps, runs_of
 

@@ -18,7 +18,8 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
 
 from specens.errors import UserError
-from specens.prompts import Demo, Hub, Inline, Jsonl, Prompt, Question, Source, SpecBench, next_prompt, render
+from specens.prompts import Demo, Hub, Inline, Jsonl, Question, Source, SpecBench
+from specens.rendering import Prompt, next_prompt, render
 
 CONF = Path(__file__).parents[1] / "conf" / "prompts"
 TEMPLATE = (

@@ -15,7 +15,8 @@ from specens.decoding.sampling import Sampler
 from specens.decoding.target import Target
 from specens.decoding.types import Commit, Plan, TokenTree
 from specens.drafters.ensemble import Ensemble
-from specens.prompts import Demo, next_prompt
+from specens.prompts import Demo
+from specens.rendering import next_prompt
 
 NAMES = ("distilled", "non_autoregressive", "retrieval", "ngram", "quantized")
 NUM_TOKENS = 100

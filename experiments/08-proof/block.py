@@ -21,7 +21,7 @@ from specens.decoding.loop import Decoder
 from specens.decoding.target import Target
 from specens.decoding.types import ROOT
 from specens.decoding.verify import Residual
-from specens.prompts import next_prompt
+from specens.rendering import next_prompt
 from specens.speculator import Speculator
 
 COINS = 48

@@ -17,7 +17,7 @@ from specens.decoding.loop import Decoder
 from specens.decoding.target import Target
 from specens.decoding.verify import Coupled
 from specens.drafters.none import NoDrafter
-from specens.prompts import next_prompt
+from specens.rendering import next_prompt
 from specens.speculator import Speculator
 from specens.text import first_difference
 

@@ -16,7 +16,7 @@ from specens.benchmark.systems import Ground
 from specens.decoding.generation import eos_ids
 from specens.drafters.lm import ModelSource
 from specens.errors import UserError, check_count
-from specens.prompts import Prompt
+from specens.rendering import Prompt
 
 
 @dataclass(frozen=True)

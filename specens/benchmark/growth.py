@@ -22,7 +22,7 @@ from specens.decoding.types import Commit, Plan, TokenTree
 from specens.errors import UserError
 from specens.experiment import Session
 from specens.files import write_whole
-from specens.prompts import Prompt, next_prompt
+from specens.rendering import Prompt, next_prompt
 from specens.screen import Screen
 from specens.text import first_difference
 

@@ -14,7 +14,7 @@ from specens.benchmark.measure import Clock, Timed
 from specens.benchmark.systems import Ground
 from specens.drafters.lm import ModelSource
 from specens.errors import check_count
-from specens.prompts import Prompt
+from specens.rendering import Prompt
 
 
 @dataclass(frozen=True)

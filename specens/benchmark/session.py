@@ -20,7 +20,8 @@ from specens.cpu import packing
 from specens.errors import UserError, one_line
 from specens.experiment import Session
 from specens.files import plain, write_whole
-from specens.prompts import Prompt, Question, next_prompt
+from specens.prompts import Question
+from specens.rendering import Prompt, next_prompt
 from specens.screen import Screen
 from specens.text import first_difference
 

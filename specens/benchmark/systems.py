@@ -20,7 +20,7 @@ from specens.decoding.verify import Verifier
 from specens.drafters.ensemble import Ensemble
 from specens.errors import UserError
 from specens.job import check_exact_width
-from specens.prompts import Prompt
+from specens.rendering import Prompt
 from specens.speculator import Speculator
 
 

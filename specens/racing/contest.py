@@ -16,9 +16,10 @@ from specens.decoding.verify import Coupled
 from specens.drafters.none import NoDrafter
 from specens.experiment import Session
 from specens.job import Job
-from specens.prompts import Prompt, Question, next_prompt
+from specens.prompts import Question
 from specens.racing.lane import Lane, turns, verdict
 from specens.racing.view import View
+from specens.rendering import Prompt, next_prompt
 from specens.screen import Screen
 from specens.speculator import Completion, Speculator
 from specens.tables import PromptRecord, frames_of

@@ -26,7 +26,8 @@ from specens.decoding.costs import CostTable, read_costs, refreshed
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import merge_options, prepare
 from specens.decoding.loop import Decoder
-from specens.decoding.target import LAYOUTS, Layout, Target, self_check
+from specens.decoding.self_check import self_check
+from specens.decoding.target import LAYOUTS, Layout, Target
 from specens.decoding.types import StepRecord
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.ensemble import Ensemble

@@ -12,8 +12,10 @@ from helpers import Fake, decode, plain_greedy, text_drafter
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specens.decoding.cache import KVCache
+from specens.decoding.refusals import refuse_unsupported
+from specens.decoding.self_check import self_check
 from specens.decoding.stopping import StopRules
-from specens.decoding.target import Target, refuse_unsupported, self_check
+from specens.decoding.target import Target
 from specens.decoding.types import Draft, TokenTree, depths_of
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.ngram import NGram

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.attention import grouped
-from specens.decoding.cache import ATTENTION_KINDS, KVCache, attention_windows, tree_masks
+from specens.decoding.cache import KVCache, attention_windows, tree_masks
 from specens.decoding.compiled import CannotCompileError, CompiledModel, CompileOptions, widths_for
+from specens.decoding.refusals import RopeBoundary, refuse_training_mode, refuse_unsupported
+from specens.decoding.self_check import tolerance, verification_error
 from specens.decoding.types import ROOT, TokenTree
 from specens.errors import UserError, one_line
 
@@ -95,8 +97,8 @@ class Target:
         try:
             self.compiled = CompiledModel(self.model, options, widths_for(max_nodes + 1), hidden_layers)
             self.compiled.reserve(num_tokens)
-            error = _verification_error(self, "tree")
-            if not error <= _tolerance(self):
+            error = verification_error(self, "tree")
+            if not error <= tolerance(self):
                 raise CannotCompileError(f"compiled forwards are off by {error:.2g}")
         except CannotCompileError:
             self.compiled = None
@@ -250,102 +252,3 @@ def padded(tree: TokenTree, num_nodes: int, token: int) -> TokenTree:
         depths=tree.depths + (1,) * extra,
         owners=tree.owners + (0,) * extra,
     )
-
-
-def refuse_training_mode(model: PreTrainedModel, name: str) -> None:
-    """In training mode dropout makes a model's output random. Not ours to switch off: the model is not touched."""
-    if model.training:
-        raise UserError(f"{name} is in training mode: call model.eval() first")
-
-
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Refuse by name the models whose state cannot be cut back after a rejected draft."""
-    name = f"{getattr(model.config, 'name_or_path', '') or 'model'} ({model.config.model_type})"
-    if model.config.is_encoder_decoder:
-        raise UserError(f"{name}: encoder-decoder models are not supported; use a decoder-only causal language model")
-    others = sorted(set(attention_windows(model.config)) - ATTENTION_KINDS)
-    if getattr(model, "_is_stateful", False) or others:
-        what = f"layers of kind {', '.join(others)}" if others else "a recurrent state"
-        raise UserError(
-            f"{name}: has {what}, which cannot be rolled back after a rejected draft; use an attention-only model"
-        )
-
-
-@dataclass(frozen=True)
-class RopeBoundary:
-    """A context length at which a model's rotary positions change for all tokens at once, so that a verified tree that
-    reaches over it would score its nodes before it differently from plain decoding.
-    """
-
-    kind: str
-    length: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> RopeBoundary | None:
-        config = model.config.get_text_config(decoder=True)
-        parameters = getattr(config, "rope_parameters", None) or {}
-        for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-            if entry.get("rope_type") in ("dynamic", "longrope"):
-                length = entry.get("original_max_position_embeddings") or config.max_position_embeddings
-                return cls(entry["rope_type"], int(length))
-        return None
-
-    def check(self, name: str, num_prompt: int, max_length: int) -> None:
-        """Dynamic NTK scaling changes at every length past the boundary, longrope once: with the first forward that is longer,
-        and a prompt's own forward is one token short of it.
-        """
-        if max_length > self.length and (self.kind == "dynamic" or num_prompt - 1 <= self.length):
-            raise UserError(
-                f"{name}: prompt and output reach {max_length} tokens, over the {self.length} at which {self.kind} rotary "
-                "positions change; shorten the prompt or sampling.max_new_tokens"
-            )
-
-
-def self_check(target: Target, layout: Layout) -> None:
-    """Refuse a model whose tree scores are not what it computes for each branch alone: an attention backend that ignores
-    the mask, positions taken from slots, a cache that does not roll back. Costs five short forwards.
-    """
-    try:
-        error = _verification_error(target, layout)
-    except Exception as failure:  # whatever a model that was not made for this raises
-        raise UserError(
-            f"{target.name}: cannot verify with layout={layout} ({one_line(failure)}); try the other layout"
-        ) from failure
-    if not error <= _tolerance(target):
-        raise UserError(
-            f"{target.name}: verifying with layout={layout} does not reproduce the model's own scores (relative error "
-            f"{error:.2g}), so the output would not be its own; try the other layout or attention=eager"
-        )
-
-
-def _tolerance(target: Target) -> float:
-    return 1e-3 if target.dtype in (torch.float32, torch.float64) and not target.is_quantized else 0.1
-
-
-def _check_ids(target: Target) -> list[int]:
-    """Eight ids from all over the vocabulary: its beginning is full of special tokens, on which models are least exact."""
-    return [target.vocab_size * (i + 1) // 9 for i in range(8)]
-
-
-def _verification_error(target: Target, layout: Layout) -> float:
-    """Mean error of two branches' scores after an earlier branch was accepted, in standard deviations of the scores."""
-    *prefix, a, b, c = _check_ids(target)
-    tree = TokenTree((a, b, c, b), (-1, 0, 0, -1), (1, 2, 2, 1), (1, 1, 1, 1))
-    cache = target.prefill(prefix)
-    target.score(cache, prefix[-1], tree, layout)
-    cache.accept((0, 2))
-    scored = target.score(cache, b, tree, layout)
-    errors = [
-        _relative_error(scored[node + 1], _in_one_forward(target, [*prefix, a, c, b, *branch])[-1])
-        for node, branch in ((1, (a, b)), (3, (b,)))
-    ]
-    return max(errors, key=lambda error: error if error == error else float("inf"))
-
-
-def _in_one_forward(target: Target, ids: Sequence[int]) -> torch.Tensor:
-    """Logits `[len(ids), vocab]` after each of them."""
-    return target.score(KVCache(), ids[0], TokenTree.chain(ids[1:]), "rows")
-
-
-def _relative_error(scores: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((scores - expected).abs().mean() / expected.std().clamp_min(1e-6))

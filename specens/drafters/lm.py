@@ -18,8 +18,9 @@ from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
 from specens.decoding.compiled import CannotCompileError, CompiledModel, widths_for
 from specens.decoding.dense import Passage
+from specens.decoding.refusals import refuse_training_mode, refuse_unsupported
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
+from specens.decoding.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan, TokenTree, chain_parents, depths_of, rounded
 from specens.errors import check_count
 from specens.models import LoadedModel, check_same_vocabulary

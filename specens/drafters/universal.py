@@ -12,8 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specens.decoding.cache import KVCache
+from specens.decoding.refusals import refuse_training_mode, refuse_unsupported
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target, refuse_training_mode, refuse_unsupported
+from specens.decoding.target import Target
 from specens.decoding.types import Commit, Draft, Member, Plan
 from specens.drafters.lm import ModelSource, feed
 from specens.errors import UserError, check_count

@@ -128,7 +128,7 @@ class Session:
         wanted = device.type == "cuda" and job.layout == "tree" if job.compiled is None else job.compiled
         if not wanted:
             return
-        self._screen.say("compiling the target")
+        self._screen.say("compiling the target (some minutes)")
         nodes = job.exact_width or job.budget.max_nodes
         options = replace(CompileOptions.of(device), room=self.config.max_new_tokens or CompileOptions.room)
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from specens.analysis.metrics import credit
+from specens.analysis.credit import credit
 from specens.analysis.trace import NO_CLAIM
 from specens.decoding.merge import part_of
 from specens.decoding.types import CLAIM_DIGITS, Draft, StepRecord

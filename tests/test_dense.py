@@ -92,6 +92,27 @@ def test_claims_are_kept_to_their_last_digit_and_who_claims_nothing_says_so(fold
     assert claims.get_group("lm").between(0, 10_000).all() and claims.get_group("lm").nunique() > 5
 
 
+def test_the_run_ends_with_its_replay_and_its_page_shows_every_team(folders):
+    content = json.loads((folders[0] / "replay.json").read_text(encoding="utf-8"))
+    assert content["live"]["num_steps"] == len(load(folders[0]).steps) and content["live"]["num_different"] == 0
+    assert len(content["teams"]) == 8 and content["status"] == "finished"
+    pages = [(folder / "report.html").read_text(encoding="utf-8") for folder in folders]
+    assert ["All 8 teams" in page for page in pages] == [True, False]
+    assert not (folders[1] / "replay.json").exists()
+
+
+def test_a_trace_that_cannot_be_replayed_says_why_and_the_run_is_finished(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
+    run_drafter(
+        tmp_path / "run",
+        Ensemble({f"n{count}": NGram(2) for count in range(11)}),
+        texts_file(tmp_path / "texts"),
+        trace="dense",
+    )
+    assert "not replayed: 11 members make 2048 teams" in capsys.readouterr().out
+    assert summary_of(tmp_path / "run")["status"] == "finished" and (tmp_path / "run" / "report.html").is_file()
+
+
 def test_a_failed_prompt_leaves_no_rows_and_the_others_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
     texts = ["abcabcabc", "x" * 5000, "xyxyxy"]  # the second is longer than the target's context

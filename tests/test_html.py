@@ -11,12 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from specens.analysis.credit import credit
 from specens.analysis.html import PALETTE, report
 from specens.analysis.html.colours import Cast
 from specens.analysis.html.figures import Scale
 from specens.analysis.html.markup import Html, markup, tag, visible
 from specens.analysis.html.texts import MAX_PROMPT_CHARS, MAX_TOKENS
-from specens.analysis.metrics import credit, summarise
+from specens.analysis.metrics import summarise
 
 VOID = {"meta", "input"}
 FETCHING = {

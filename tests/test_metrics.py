@@ -12,7 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specens.analysis.metrics import DRAFTER_COLUMNS, bootstrap_interval, credit, drafter_table, summarise
+from specens.analysis.bootstrap import bootstrap_interval
+from specens.analysis.credit import credit
+from specens.analysis.metrics import DRAFTER_COLUMNS, drafter_table, summarise
 
 Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 

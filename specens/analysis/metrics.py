@@ -1,20 +1,16 @@
-"""The numbers of a run, from its three tables. Each number has one definition, in the docstring of what computes it.
-
-Notation of a step: A accepted draft tokens; member d's proposal agrees with the emitted tokens over its first m_d
-tokens (`num_matched`, pruned proposals count); n_i members have m_d >= i. What was never measured is None: neither 0
-nor NaN.
+"""The numbers of a run, from its three tables. Each number has one definition, in the docstring of what computes it (credit: in
+`credit`). What was never measured is None: neither 0 nor NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from specens.analysis.bootstrap import bootstrap, pooled_ratio
 from specens.analysis.frames import floats, list_lengths, rows_where
 
 DRAFTER_COLUMNS = (
@@ -41,54 +37,6 @@ _DRAFT_COLUMNS = (
     *("step", "drafter", "num_drafted", "num_verified", "num_matched", "num_tested", "draft_ms"),
     *("win", "is_sole_win", "token_share", "marginal"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """One member's credit for one step; see `credit` for the definitions."""
-
-    is_win: bool
-    win: float
-    is_sole_win: bool
-    token_share: float
-    marginal: int
-
-
-def credit(num_matched: Sequence[int], num_accepted: int) -> list[Credit]:
-    """Credit of every member for one step, in the order of `num_matched`.
-
-    Agreement is capped at A = `num_accepted`: a proposal cut by the budget may also agree with the target's own token,
-    which is a loss to the budget and no win.
-
-    - `is_win`: m_d = A > 0. `win`: the same, ties split evenly: 1[m_d = A > 0] / #{e: m_e = A}. Wins sum to 1 if A > 0.
-    - `is_sole_win`: the only member with m_d = A > 0.
-    - `token_share`: sum over i <= A of 1[m_d >= i] / n_i. It is the Shapley value of the game v(S) = max of m over S,
-      and sums to A.
-    - `marginal`: A - max of the others' m (of nobody: 0), the tokens that this step would lose without the member.
-
-    Raises ValueError when a count is negative, or when A > 0 but no member's proposal reaches A.
-    """
-    if num_accepted < 0 or any(m < 0 for m in num_matched):
-        raise ValueError(f"counts cannot be negative: {list(num_matched)} matched, {num_accepted} accepted")
-    capped = [min(m, num_accepted) for m in num_matched]
-    if num_accepted > 0 and max(capped, default=0) < num_accepted:
-        raise ValueError(f"{num_accepted} accepted tokens, but the members matched only {capped}")
-    num_winners = capped.count(num_accepted) if num_accepted > 0 else 0
-    num_reaching = [sum(m >= depth for m in capped) for depth in range(1, num_accepted + 1)]
-    credits: list[Credit] = []
-    for member, m in enumerate(capped):
-        is_win = m == num_accepted > 0
-        others = max(capped[:member] + capped[member + 1 :], default=0)
-        credits.append(
-            Credit(
-                is_win=is_win,
-                win=1 / num_winners if is_win else 0.0,
-                is_sole_win=is_win and num_winners == 1,
-                token_share=math.fsum(1 / count for count in num_reaching[:m]),
-                marginal=num_accepted - others if is_win else 0,
-            )
-        )
-    return credits
 
 
 def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) -> dict[str, Any]:
@@ -120,25 +68,6 @@ def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) 
     }
 
 
-def bootstrap_interval(
-    per_prompt_numerator: Sequence[float],
-    per_prompt_denominator: Sequence[float],
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    seed: int = 0,
-) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of sum(numerator) / sum(denominator), drawing whole prompts with replacement.
-
-    Prompts are the unit because steps of one prompt depend on each other. The order of the prompts does not matter.
-    None with fewer than two prompts, or when every resampled denominator is 0.
-    """
-    if len(per_prompt_numerator) != len(per_prompt_denominator):
-        raise ValueError("numerator and denominator must have one value per prompt each")
-    columns = np.column_stack([np.asarray(per_prompt_numerator, float), np.asarray(per_prompt_denominator, float)])
-    return _bootstrap(columns, _pooled_ratio, level=level, num_resamples=num_resamples, seed=seed)
-
-
 def drafter_table(summary: dict[str, Any]) -> pd.DataFrame:
     """One row per drafter with `DRAFTER_COLUMNS`, for printing and logging; a number that is missing is None."""
     rows = [
@@ -158,9 +87,9 @@ def _speed(done: pd.DataFrame) -> dict[str, Any]:
     both = _complete(np.concatenate([own, baseline], axis=1))
     return {
         "speedup": _finite(_speed_ratio(both.sum(axis=0))),
-        "speedup_interval": _bootstrap(both, _speed_ratio),
-        "tokens_per_s": _finite(_pooled_ratio(_complete(own).sum(axis=0))),
-        "baseline_tokens_per_s": _finite(_pooled_ratio(_complete(baseline).sum(axis=0))),
+        "speedup_interval": bootstrap(both, _speed_ratio),
+        "tokens_per_s": _finite(pooled_ratio(_complete(own).sum(axis=0))),
+        "baseline_tokens_per_s": _finite(pooled_ratio(_complete(baseline).sum(axis=0))),
     }
 
 
@@ -174,7 +103,7 @@ def _acceptance(steps: pd.DataFrame, key: list[str]) -> dict[str, Any]:
     per_prompt = steps.groupby(key)["num_emitted"].agg(["sum", "size"]).to_numpy(float)
     return {
         "acceptance_length": _ratio(emitted, num_steps),
-        "acceptance_length_interval": _bootstrap(per_prompt, _pooled_ratio),
+        "acceptance_length_interval": bootstrap(per_prompt, pooled_ratio),
         "acceptance_rate": _ratio(accepted, verified),
         "no_win_rate": _ratio(_num_true(floats(steps, "num_accepted") == 0), num_steps),
         "num_steps": num_steps,
@@ -276,41 +205,10 @@ def _acceptance_by_depth(matched: np.ndarray, tested: np.ndarray) -> list[float 
     return [_ratio(_num_true(matched >= i), _num_true((matched >= i - 1) & (tested >= i))) for i in depths]
 
 
-def _bootstrap(
-    columns: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    seed: int = 0,
-) -> tuple[float, float] | None:
-    """Percentile interval of `statistic`, which takes the column totals `[num_resamples, k]` of resampled rows.
-
-    `columns` is `[num_prompts, k]`. None with fewer than two rows, or when no resample has a finite value.
-    """
-    num_prompts = len(columns)
-    if num_prompts < 2:
-        return None
-    ordered = columns[np.lexsort(columns.T)]  # a fixed order: the interval must not depend on the order of the prompts
-    draws = np.random.default_rng(seed).multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), num_resamples)
-    values = statistic(draws @ ordered)
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return None
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-def _pooled_ratio(totals: np.ndarray) -> np.ndarray:
-    """Totals `[..., (numerator, denominator)]` -> their ratio; not finite where it has none."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return totals[..., 0] / totals[..., 1]
-
-
 def _speed_ratio(totals: np.ndarray) -> np.ndarray:
     """Totals `[..., (tokens, seconds, baseline tokens, baseline seconds)]` -> speedup; not finite where it has none."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _pooled_ratio(totals[..., :2]) / _pooled_ratio(totals[..., 2:])
+        return pooled_ratio(totals[..., :2]) / pooled_ratio(totals[..., 2:])
 
 
 def _is_of(frame: pd.DataFrame, prompts: pd.DataFrame, key: list[str]) -> np.ndarray:

@@ -9,8 +9,8 @@ from math import factorial
 import numpy as np
 import pandas as pd
 
+from specens.analysis.bootstrap import bootstrap_interval
 from specens.analysis.merged import Merged
-from specens.analysis.metrics import bootstrap_interval
 from specens.analysis.model import CostModel
 from specens.analysis.replay import replay
 from specens.analysis.trace import Team, Trace

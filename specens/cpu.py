@@ -6,8 +6,8 @@ product. Packed layers keep their weights in the order in which the matrix kerne
 - `float32`: oneDNN; the same numbers as a plain layer up to rounding (1e-6 of their size).
 - `float16`: FBGEMM, weights rounded to half precision, everything else in float32. Half the memory to read, and so the fastest
   that is still one model: every row is computed alone, in the same way whatever stands beside it.
-- `int8`: FBGEMM, weights rounded to 8 bits by output channel, inputs rounded to 8 bits too, in one scale for all rows. Fastest,
-  but a row's result then depends on the rows beside it: for drafters only.
+- `int8`: FBGEMM, weights rounded to 8 bits by output channel, inputs to 7 bits by row, so that here too a row's result depends on
+  nothing beside it. Fastest, and another model: for drafters only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from specens.decoding.attention import grouped_attention
 
 KINDS = ("float32", "float16", "int8")
 
 MOST_ROWS = 128
 """Over more rows than this (a prompt) reordering the weights is little of the work, and the plain product is as fast."""
+
+
+LEVELS = 63
+"""Of an input's rounding, on either side of 0: 7 bits in all, so that no kernel's 16-bit sums overflow."""
 
 
 class PackedLinear(nn.Linear):
@@ -49,7 +57,17 @@ class PackedLinear(nn.Linear):
             return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
         if self.kind == "float16":
             return torch.ops.quantized.linear_dynamic_fp16(input, self._packed)
-        return torch.ops.quantized.linear_dynamic(input, self._packed, True)
+        return self._by_row(input)
+
+    def _by_row(self, rows: torch.Tensor) -> torch.Tensor:
+        """The 8-bit product of `[..., in]`, each row in a scale of its own: every row is stretched to [-1, 1], which the kernel
+        rounds in one scale.
+        """
+        size = rows.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows / size, 1 / LEVELS, LEVELS + 1, self._packed
+        )
+        return product.mul_(size) if self.bias is None else torch.addcmul(self.bias, product, size)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         unpack(self)
@@ -75,7 +93,9 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Any:
         rounded = torch.quantize_per_channel(
             weight, scales.double(), torch.zeros(len(weight), dtype=torch.long), 0, torch.qint8
         )
-    return torch.ops.quantized.linear_prepack(rounded, bias)
+    return torch.ops.quantized.linear_prepack(
+        rounded, None
+    )  # the bias is added where the rows have their own size again
 
 
 def pack(model: nn.Module, kind: str) -> None:
@@ -124,3 +144,36 @@ def packed_bytes(model: nn.Module) -> int:
 
 DRAFTER_KIND = "int8"
 """How a drafter's own layers are packed when the target's are: its errors cost acceptance, never the output."""
+
+EXACT_ATTENTION = "specens_exact"
+
+
+def attend_exactly(model: PreTrainedModel) -> None:
+    """Let a model that attends with sdpa do so in float64. Kernels add in another order for other shapes, and rounding to 8 bits
+    makes a last digit large; what differs in float64 is gone in float32. So an 8-bit drafter says the same of a position whether
+    it reads one token or many, and a replay of it is the run.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
+        config._attn_implementation = EXACT_ATTENTION
+
+
+def exact_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`grouped_attention` in float64, its result in the query's own type."""
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.double()
+    states = (query.double(), key.double(), value.double())
+    output, _ = grouped_attention(module, *states, attention_mask, *args, **options)
+    return output.to(query.dtype), None
+
+
+AttentionInterface.register(EXACT_ATTENTION, exact_attention)
+AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)

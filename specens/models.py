@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specens.cpu import pack, packed_bytes, packing, unpack
+from specens.cpu import attend_exactly, pack, packed_bytes, packing, unpack
 from specens.errors import UserError, one_line
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -232,6 +232,7 @@ def _int8_copy(target: Any, quantization: str) -> PreTrainedModel:
 def int8_packed(model: PreTrainedModel) -> PreTrainedModel:
     unpack(model)
     pack(model, "int8")
+    attend_exactly(model)
     setattr(model, "is_quantized", True)  # noqa: B010 - as transformers marks what bitsandbytes has quantised
     return model
 

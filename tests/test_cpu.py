@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import specens
 from specens.cpu import KINDS, MOST_ROWS, PackedLinear, pack, packed_bytes, packed_linear, packing, unpack
+from specens.decoding.dense import Passage, full_plans
+from specens.decoding.sampling import Sampler
+from specens.decoding.stopping import StopRules
 from specens.decoding.target import LAYOUTS, Target
+from specens.decoding.types import Commit
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
@@ -117,10 +121,12 @@ def test_inputs_have_any_shape_and_need_not_be_contiguous(kind, shape):
         assert torch.equal(twin(apart), twin(rows))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["float16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_of_a_float16_product_is_the_same_bits_whatever_stands_beside_it(shape):
-    """What makes verification in float16 equal plain decoding token for token."""
-    layer = packed(layer_of(*shape), "float16")
+def test_a_row_of_a_product_is_the_same_bits_whatever_stands_beside_it(shape, kind, bias):
+    """What makes verification in float16 equal plain decoding token for token, and replay of an 8-bit drafter the run."""
+    layer = packed(layer_of(*shape, bias=bias), kind)
     rows = rows_of(16, shape[0])
     alone = torch.cat([layer(rows[i : i + 1]) for i in range(16)])
     for count in range(1, 17):
@@ -488,3 +494,20 @@ def test_files_of_a_run_say_how_the_weights_are_packed(tmp_path: Path):
     assert spec.load().facts()["packed_weights"] == "float16"
     off = build(compose(["model@target=tiny", "target.device=cpu", "target.packed=false"]).target)
     assert off.load().facts()["packed_weights"] is None
+
+
+def test_an_8_bit_drafter_says_the_same_of_many_positions_at_once_as_one_by_one():
+    target = target_of("float16")
+    drafter = LanguageModel(TargetCopy("dynamic_int8"), 4, name="quantized")
+    output, _ = decode(target, NoDrafter(), PROMPT, 40)
+    drafter.bind(target)
+    text = Passage(PROMPT, output, {}, Sampler())
+    plans = full_plans(drafter.members, len(PROMPT), len(output), StopRules(len(PROMPT) + 40, (), None))
+    at_once = drafter.propose_everywhere(text, plans)
+    assert at_once is not None and sum(map(len, at_once)) > 100
+    for jump in (1, 2, 5):  # so many tokens it reads at once, to catch up
+        drafter.start(PROMPT)
+        for position in range(0, len(output), jump):
+            said = drafter.propose([*PROMPT, *output[:position]], plans[position], Sampler())
+            assert (said.token_ids, said.claims) == (at_once[position].token_ids, at_once[position].claims), position
+            drafter.observe(Commit((), tuple(output[position : position + jump])))

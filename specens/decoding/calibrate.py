@@ -82,10 +82,14 @@ def comb(token_ids: Sequence[int], width: int) -> TokenTree:
 
 @dataclass
 class _Solos:
-    """A policy under which one member drafts at a time, each a few steps in a row, and nothing is verified."""
+    """A policy under which one member drafts at a time, each a few steps in a row. What it drafts is verified, so that it has to
+    catch up with as many tokens as in a run: some models read two tokens far more slowly than one.
+    """
 
     turns: list[tuple[int, int]] = field(default_factory=list)
     """(member, depth) of every step."""
+    spare: int = 0
+    """So many drafted tokens may be accepted: a short context has room for fewer."""
 
     def plan(self, context: PlanContext) -> Plan:
         index, depth = self.turns.pop(0)
@@ -96,17 +100,21 @@ class _Solos:
         return Plan(shares[index].num_tokens, shares[index].num_nodes, shares)
 
     def select(self, tree: TokenTree) -> TokenTree:
-        return TokenTree()
+        return tree if max(tree.depths, default=0) <= self.spare else TokenTree()
 
-    def observe(self, draft: Draft, tree: TokenTree, commit: Commit) -> None: ...
+    def observe(self, draft: Draft, tree: TokenTree, commit: Commit) -> None:
+        self.spare -= len(commit.path)
 
 
 def _solo_drafts(decoder: Decoder, prompt_ids: Sequence[int]) -> list[StepRecord]:
     members = enumerate(decoder.drafter.members)
     depths = [(index, depth) for index, member in members for depth in sorted({1, member.num_draft_tokens})]
-    policy = _Solos([turn for turn in depths for _ in range(REPEATS)])
+    turns = [turn for turn in depths for _ in range(REPEATS)]
     most = max((member.num_draft_tokens for member in decoder.drafter.members), default=0)
-    stop = StopRules(len(prompt_ids) + len(policy.turns) + most, (), decoder.target.context_limit)
+    length, limit = len(prompt_ids) + len(turns) + most, decoder.target.context_limit
+    spare = sum(depth for _, depth in turns)
+    policy = _Solos(turns, spare if limit is None else max(min(spare, limit - length), 0))
+    stop = StopRules(length + policy.spare, (), limit)
     steps: list[StepRecord] = []
     if policy.turns:
         cache, _ = decoder.prefill(prompt_ids)

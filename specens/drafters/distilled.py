@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specens.cpu import DRAFTER_KIND, pack, packing
+from specens.cpu import DRAFTER_KIND, attend_exactly, pack, packing
 from specens.drafters.vocabulary import AFTER_PROJECTION, TrimmedHead
 from specens.errors import UserError
 from specens.models import LoadedModel
@@ -50,6 +50,7 @@ class Distilled:
         if packing(target.model) is not None:
             pack(model, DRAFTER_KIND)
             head.pack(DRAFTER_KIND)
+            attend_exactly(model)
         model.set_output_embeddings(head)
         model.config.name_or_path = f"{target.name} ({KIND}, {len(layers)} layers)"
         return LoadedModel.of(model.eval(), target.tokenizer)

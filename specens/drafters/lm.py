@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from specens.cpu import packing
 from specens.decoding.attention import grouped
 from specens.decoding.cache import KVCache
 from specens.decoding.compiled import CannotCompileError, CompiledModel, widths_for
@@ -174,8 +173,7 @@ class LanguageModel:
         """
         assert self._loaded is not None, "bind comes first"
         model = Target(self._loaded.model)
-        # What 8-bit layers say of a position depends on how many others stand beside it.
-        if packing(model.model) == "int8" or not model.fits_tree:
+        if not model.fits_tree:
             return None
         ids = [*text.prompt_ids, *text.output_ids]
         num_ids = model.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]

@@ -120,7 +120,7 @@ class Session:
         self._costs: list[CostTable] = []  # those that were in force, in order
         self._subject = self._cost_subject()
         if self.drafted.costs is None and self.drafted.wants_costs:
-            self.drafted.costs = kept(self._subject)
+            self.drafted.kept_costs = kept(self._subject)
 
     def _compile(self) -> None:
         """Compile the target if that was asked for, or is worth it here; or say why not, and go on."""

@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specens.decoding.budget import Budget, Policy
-from specens.decoding.calibrate import calibrate
+from specens.decoding.calibrate import QUICK, Effort, calibrate
 from specens.decoding.cost_aware import CostAwareBudget
-from specens.decoding.costs import CostTable, read_costs, refreshed
+from specens.decoding.costs import CostTable, between, read_costs, refreshed
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import merge_options, prepare
 from specens.decoding.loop import Decoder
@@ -71,6 +71,8 @@ class Speculator:
         self.wants_costs = wants_costs or decoder.budget.needs_costs
         given = decoder.budget.costs
         self.costs = read_costs(str(given)) if given is not None else None
+        self.kept_costs: CostTable | None = None
+        """What was measured before on this machine, to be measured once more, quickly."""
         self.costs_in_force: CostTable | None = None
         self._policy: Policy | None = None
         self._done: list[Completion] = []
@@ -129,7 +131,9 @@ class Speculator:
         """The cost table in force; measured now if the budget wants one and there is none."""
         if self.costs is None and self.wants_costs:
             self.target.check_prompt(prompt_ids, len(prompt_ids))
-            self.costs = calibrate(self.decoder, tuple(prompt_ids), self.decoder.budget.max_nodes)
+            effort = Effort() if self.kept_costs is None else QUICK
+            measured = calibrate(self.decoder, tuple(prompt_ids), self.decoder.budget.max_nodes, effort)
+            self.costs = measured if self.kept_costs is None else between(self.kept_costs, measured)
         return self.costs or CostTable()
 
     def generate(

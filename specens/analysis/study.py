@@ -53,10 +53,10 @@ class Live:
 
 
 def fitted_model(live: Live) -> CostModel:
-    """The run's last cost table, corrected by what its own steps took."""
+    """The run's first cost table, in which everything was measured side by side, corrected by what the run's own steps took."""
     if not live.tables:
         raise UserError(f"{live.name}: has no costs.json, which tells what a step costs; run it again with trace=dense")
-    return CostModel.fitted(live.tables[-1], live.prompts, live.steps, live.drafts, first_only=live.first_only)
+    return CostModel.fitted(live.tables[0], live.prompts, live.steps, live.drafts, first_only=live.first_only)
 
 
 def same_steps(live: pd.DataFrame, replayed: pd.DataFrame) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def study(
         "live": {
             **compared(trace, model, live, replayed),
             "held_out_error": held_out_error(
-                live.tables[-1], live.prompts, live.steps, live.drafts, replayed, first_only=live.first_only
+                live.tables[0], live.prompts, live.steps, live.drafts, replayed, first_only=live.first_only
             ),
         },
         "cost": {

@@ -18,13 +18,22 @@ from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenT
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Trees that are timed, up to the budget's own most."""
 
-NARROW, ROUNDS, WIDE_ROUNDS = 16, 9, 3
-"""Trees of up to NARROW nodes are timed in so many rounds, wider ones in fewer, so that a busy moment meets all widths alike. Of
-each, the time that a quarter of the timings stay below counts, as a busy machine only ever adds.
-"""
 
-REPEATS = 5
-"""Steps in which each member drafts at each depth."""
+@dataclass(frozen=True)
+class Effort:
+    """Trees of up to NARROW nodes are timed in so many `rounds`, wider ones in fewer, so that a busy moment meets all widths
+    alike. Of each, the time that a quarter of the timings stay below counts, as a busy machine only ever adds. `repeats` are
+    the steps in which each member drafts at each depth.
+    """
+
+    rounds: int = 9
+    wide_rounds: int = 3
+    repeats: int = 5
+
+
+NARROW = 16
+QUICK = Effort(rounds=3, wide_rounds=1, repeats=3)
+"""For a machine that was measured before."""
 
 BRANCH = 4
 """Depth of the branches of the trees that are timed."""
@@ -36,28 +45,31 @@ own steps say.
 """
 
 
-def calibrate(decoder: Decoder, prompt_ids: Sequence[int], max_nodes: int) -> CostTable:
+def calibrate(decoder: Decoder, prompt_ids: Sequence[int], max_nodes: int, effort: Effort = Effort()) -> CostTable:
     """Time the target over trees of growing width behind a prompt, and each member alone at depth 1 and at its full depth."""
     members = decoder.drafter.members
     most = max((member.num_draft_tokens for member in members), default=0)
-    room = decoder.target.context_limit or MOST_CONTEXT + BRANCH + most + 2 * REPEATS * len(members)
-    prompt_ids = prompt_ids[: max(min(room - BRANCH - most - 2 * REPEATS * len(members), MOST_CONTEXT), 1)]
+    needed = BRANCH + most + 2 * effort.repeats * len(members)
+    room = decoder.target.context_limit or MOST_CONTEXT + needed
+    prompt_ids = prompt_ids[: max(min(room - needed, MOST_CONTEXT), 1)]
     cache, _ = decoder.prefill(prompt_ids)
     _verify(decoder, cache, prompt_ids, max_nodes)  # so that nothing is timed cold
-    verify = _forwards(decoder, cache, prompt_ids, [width for width in WIDTHS if width <= max_nodes])
-    steps = _solo_drafts(decoder, prompt_ids)
+    verify = _forwards(decoder, cache, prompt_ids, [width for width in WIDTHS if width <= max_nodes], effort)
+    steps = _solo_drafts(decoder, prompt_ids, effort)
     draft = {member.name: _points(steps, index) for index, member in enumerate(members)}
     host_ms = statistics.median(step.host_ms for step in steps) if steps else 0.0
     return CostTable(verify, {name: row for name, row in draft.items() if row}, host_ms, origin="calibrated")
 
 
-def _forwards(decoder: Decoder, cache: KVCache, prompt_ids: Sequence[int], widths: Sequence[int]) -> Points:
+def _forwards(
+    decoder: Decoder, cache: KVCache, prompt_ids: Sequence[int], widths: Sequence[int], effort: Effort
+) -> Points:
     """What a forward over each width takes."""
     times: dict[int, list[float]] = {width: [] for width in widths}
-    for turn in range(ROUNDS):
+    for turn in range(effort.rounds):
         _verify(decoder, cache, prompt_ids, 0)  # what is timed first must not pay for a wide one before it
         for width in widths:
-            if turn < WIDE_ROUNDS or width <= NARROW:
+            if turn < effort.wide_rounds or width <= NARROW:
                 times[width].append(_verify(decoder, cache, prompt_ids, width))
     return tuple((width, sorted(row)[len(row) // 4]) for width, row in times.items())
 
@@ -106,10 +118,10 @@ class _Solos:
         self.spare -= len(commit.path)
 
 
-def _solo_drafts(decoder: Decoder, prompt_ids: Sequence[int]) -> list[StepRecord]:
+def _solo_drafts(decoder: Decoder, prompt_ids: Sequence[int], effort: Effort) -> list[StepRecord]:
     members = enumerate(decoder.drafter.members)
     depths = [(index, depth) for index, member in members for depth in sorted({1, member.num_draft_tokens})]
-    turns = [turn for turn in depths for _ in range(REPEATS)]
+    turns = [turn for turn in depths for _ in range(effort.repeats)]
     most = max((member.num_draft_tokens for member in decoder.drafter.members), default=0)
     length, limit = len(prompt_ids) + len(turns) + most, decoder.target.context_limit
     spare = sum(depth for _, depth in turns)

@@ -166,6 +166,23 @@ def refreshed(table: CostTable, steps: Iterable[StepRecord]) -> CostTable:
     )
 
 
+def between(table: CostTable, other: CostTable) -> CostTable:
+    """Half way, in logarithm, at every point that both have measured: what one moment of the machine got wrong becomes less."""
+    return replace(
+        other,
+        verify_ms=_points_between(table.verify_ms, other.verify_ms),
+        draft_ms={
+            name: _points_between(table.draft_ms.get(name, ()), points) for name, points in other.draft_ms.items()
+        },
+        host_ms=(table.host_ms * other.host_ms) ** 0.5,
+    )
+
+
+def _points_between(points: Points, others: Points) -> Points:
+    known = dict(points)
+    return tuple((count, (known.get(count, ms) * ms) ** 0.5) for count, ms in others)
+
+
 def _verify_moved(table: CostTable, steps: Sequence[StepRecord]) -> Points:
     """A width's own steps are those nearest to it. One that has too few of them moves like all wide ones together; plain decoding
     and wide forwards stand for each other only where there is nothing else.

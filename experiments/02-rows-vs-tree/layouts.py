@@ -1,10 +1,11 @@
 """The same candidates verified in both layouts: what do they cost, what do they hold in memory, how far do their scores drift?
 
-    python experiments/02-rows-vs-tree/layouts.py outputs/traced 64 3
+    python experiments/02-rows-vs-tree/layouts.py outputs/traced 64 1
 
-Of a run with a dense trace: three positions of every text. There the drafts of all its members are merged into a tree of at most
-64 nodes, and one forward scores it in each layout, in turns, the fastest of three each. The reference for the scores walks every
-path token by token, as plain decoding does. Then a middling tree again, behind contexts of other lengths. Prints two tables.
+Of a run with a dense trace: one position of every text (the last argument), evenly spread. There the drafts of all its members
+are merged into a tree of at most 64 nodes, and one forward scores it in each layout, in turns, the fastest of three each. The
+reference for the scores walks every path token by token, as plain decoding does. Then a middling tree again, behind contexts of
+other lengths. Prints two tables.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pandas as pd
 import torch
 
 from specens.audit import run_config
+from specens.benchmark.page import table
 from specens.config import build
 from specens.decoding.cache import KVCache
 from specens.decoding.merge import merge, side_by_side
@@ -47,7 +49,7 @@ def places(folder: Path, max_nodes: int, per_text: int) -> list[Place]:
     for index, row in enumerate(load(folder).prompts.itertuples()):
         begin, end = int(trace.starts[index]), int(trace.starts[index + 1])
         for part in range(per_text):
-            position = begin + (end - begin) * part // per_text
+            position = begin + (end - begin) * (2 * part + 1) // (2 * per_text)
             text = trace.text[begin:position].tolist()
             tree = merge(side_by_side(trace.drafts[position]), plan, trace.eos_ids)
             found.append(Place((*map(int, row.prompt_ids), *text), tree))  # pyright: ignore[reportArgumentType]
@@ -123,17 +125,25 @@ def by_branches(rows: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def show(rows: pd.DataFrame) -> None:
+    cells = [
+        [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows.to_numpy().tolist()
+    ]
+    print("\n".join(table(list(rows.columns), cells)), flush=True)
+
+
 def main() -> None:
     folder, max_nodes, per_text = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     loaded = build(run_config(folder).target).load()
     target = Target(loaded.model, loaded.tokenizer)
     found = places(folder, max_nodes, per_text)
     rows = pd.DataFrame([measured(target, place, drift=True) for place in found])
-    print(by_branches(rows).to_markdown(floatfmt=".4g"), flush=True)
+    show(by_branches(rows).reset_index())
     ids = [token for place in found for token in place.ids]
     tree = sorted((place.tree for place in found), key=lambda tree: len(tree.leaves()))[len(found) // 2]
     rows = pd.DataFrame([measured(target, Place(tuple(ids[:length]), tree), drift=False) for length in CONTEXTS])
-    print("\n" + rows.to_markdown(index=False, floatfmt=".4g"))
+    print()
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@
 Of a run with a dense trace: one position of every text (the last argument), evenly spread. There the drafts of all its members
 are merged into a tree of at most 64 nodes, and one forward scores it in each layout, in turns, the fastest of three each. The
 reference for the scores walks every path token by token, as plain decoding does. Then a middling tree again, behind contexts of
-other lengths. Prints two tables.
+other lengths. Prints two tables. Names of members may follow: only their drafts.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from specens.analysis.trace import Team
 from specens.audit import run_config
 from specens.benchmark.page import table
 from specens.config import build
@@ -41,17 +43,18 @@ class Place:
     tree: TokenTree
 
 
-def places(folder: Path, max_nodes: int, per_text: int) -> list[Place]:
+def places(folder: Path, max_nodes: int, per_text: int, names: Sequence[str]) -> list[Place]:
     """`per_text` positions of every text, evenly spread."""
     trace, _ = read_trace(folder)
-    plan = Plan(64, max_nodes, members=tuple(Plan(64, 64) for _ in trace.members))
+    team = Team.of(trace, names or None)
+    plan = Plan(64, max_nodes, members=tuple(Plan(64, 64) for _ in team.places))
     found = []
     for index, row in enumerate(load(folder).prompts.itertuples()):
         begin, end = int(trace.starts[index]), int(trace.starts[index + 1])
         for part in range(per_text):
             position = begin + (end - begin) * (2 * part + 1) // (2 * per_text)
             text = trace.text[begin:position].tolist()
-            tree = merge(side_by_side(trace.drafts[position]), plan, trace.eos_ids)
+            tree = merge(side_by_side([trace.drafts[position][place] for place in team.places]), plan, trace.eos_ids)
             found.append(Place((*map(int, row.prompt_ids), *text), tree))  # pyright: ignore[reportArgumentType]
     return [place for place in found if len(place.tree)]
 
@@ -136,9 +139,9 @@ def main() -> None:
     folder, max_nodes, per_text = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     loaded = build(run_config(folder).target).load()
     target = Target(loaded.model, loaded.tokenizer)
-    found = places(folder, max_nodes, per_text)
+    found = places(folder, max_nodes, per_text, sys.argv[4:])
     rows = pd.DataFrame([measured(target, place, drift=True) for place in found])
-    show(by_branches(rows).reset_index())
+    show(by_branches(rows).rename_axis("of branches").reset_index())
     ids = [token for place in found for token in place.ids]
     tree = sorted((place.tree for place in found), key=lambda tree: len(tree.leaves()))[len(found) // 2]
     rows = pd.DataFrame([measured(target, Place(tuple(ids[:length]), tree), drift=False) for length in CONTEXTS])

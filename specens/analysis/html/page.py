@@ -89,7 +89,9 @@ def _header(title: str, summary: Mapping[str, Any]) -> Html:
     environment = summary.get("environment") or {}
     target = environment.get("target") or {}
     name = str(target.get("name", "")).replace("\\", "/").rstrip("/").rpartition("/")[2]
-    facts = [name, target.get("dtype"), environment.get("device"), summary.get("verifier"), summary.get("status")]
+    dtype, packed = target.get("dtype"), target.get("packed_weights")
+    weights = f"{dtype}, packed as {packed}" if packed and packed != dtype else dtype
+    facts = [name, weights, environment.get("device"), summary.get("verifier"), summary.get("status")]
     choices = [
         tag("label", tag("input", type="radio", name="scheme", id=choice, checked=choice == "auto"), choice)
         for choice in ("auto", "light", "dark")

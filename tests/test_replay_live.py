@@ -24,8 +24,8 @@ from specens.traced import read_trace
 pytestmark = pytest.mark.laws
 
 COUNT = 24
-ALL = ("ngram", "lm", "quantized", "oracle")
-SUBSETS = (("lm",), ("ngram", "oracle"), ("quantized", "ngram"), ("oracle", "lm", "ngram"))
+ALL = ("ngram", "lm", "quantized", "int8", "oracle")
+SUBSETS = (("lm",), ("ngram", "oracle"), ("quantized", "ngram"), ("int8",), ("oracle", "lm", "int8", "ngram"))
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 3}}
 
 
@@ -34,6 +34,7 @@ def member(name: str):
         "ngram": lambda: NGram(5, num_continuations=3),
         "lm": lambda: LanguageModel(random_model(seed=9), 4, num_branches=2),
         "quantized": lambda: LanguageModel(TargetCopy("nf4"), 3, name="quantized"),
+        "int8": lambda: LanguageModel(TargetCopy("dynamic_int8"), 3, name="int8"),
         "oracle": lambda: Oracle(4),
     }[name]()
 
@@ -48,6 +49,7 @@ def budgets(tmp_path_factory) -> dict[str, Budget]:
             "ngram": [[1, 0.1]],
             "lm": [[1, 1.0], [4, 3.0]],
             "quantized": [[1, 2.0], [3, 6.0]],
+            "int8": [[1, 1.5], [3, 4.0]],
             "oracle": [[1, 4.0], [4, 9.0]],
         },
         "host_ms": 0.5,

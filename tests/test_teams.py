@@ -296,6 +296,16 @@ def test_context_costs_what_it_clearly_costs(slope, noise, is_believed):
         assert model.ms_per_1000_tokens == 0
 
 
+def test_a_members_price_comes_from_drafts_in_a_row():
+    """One that was idle for a step reads more before it drafts, which is no part of the price of drafting."""
+    prompts, steps, drafts, _, truth = timed()
+    own = drafts["drafter"] == "tree"
+    drafts.loc[own & (drafts["step"] % 4 == 2), ["num_planned", "num_drafted", "draft_ms"]] = 0
+    drafts.loc[own & (drafts["step"] % 4 == 3), "draft_ms"] *= 5
+    model = CostModel.fitted(COSTS, prompts, steps, drafts)
+    assert model.table.draft("tree", 3) == pytest.approx(truth.table.draft("tree", 3))
+
+
 def test_members_that_priority_passes_over_do_not_make_drafting_cheap():
     prompts, steps, drafts, _, truth = timed()
     spoke = drafts.groupby(["prompt_id", "step"], sort=False)["num_drafted"].cumsum() - drafts["num_drafted"] > 0

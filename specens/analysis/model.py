@@ -18,7 +18,10 @@ from specens.analysis.trace import NOT_ASKED, depth_column
 from specens.decoding.costs import CostTable, Points
 
 LEAST_STEPS = 20
-"""A width has a factor of its own if so many steps were nearest to it, and a member if it drafted in so many steps in a row."""
+"""A width has a factor of its own if so many steps were nearest to it."""
+
+LEAST_DRAFTS = 5
+"""A member's time comes from the drafts that it made in steps in a row, if there are so many of them."""
 
 BLOCK_STEPS = 32
 """Steps of one text that are one observation of how time grows with context: neighbours were timed in the same mood."""
@@ -193,8 +196,8 @@ def _plain_step_ms(prompts: pd.DataFrame, slope: float, context: float) -> float
 
 
 def _scaled_drafts(table: CostTable, drafts: pd.DataFrame, *, first_only: bool) -> dict[str, Points]:
-    """Each member's times by depth, times one factor if it was asked step after step often enough: one that was idle first reads
-    what it missed. The mean time of a member that the table does not have.
+    """Each asked member's times by depth, times one factor, if possible from steps in a row: one that was idle first reads what
+    it missed. The mean time of a member that the table does not have.
     """
     is_asked = floats(drafts, "num_planned") > 0
     if first_only:
@@ -208,9 +211,9 @@ def _scaled_drafts(table: CostTable, drafts: pd.DataFrame, *, first_only: bool) 
             scaled[str(name)] = ((1, float(floats(rows, "draft_ms").mean())),)
             continue
         is_steady = np.asarray(rows.groupby("prompt_id", sort=False)["step"].diff() == 1)
-        if np.count_nonzero(is_steady) >= LEAST_STEPS:
-            steady = rows_where(rows, is_steady)
-            depths = np.maximum(np.minimum(floats(steady, "num_planned"), floats(steady, "num_drafted")), 1)
-            factor = _ratio(floats(steady, "draft_ms"), _looked_up(partial(table.draft, str(name)), depths))
-            scaled[str(name)] = tuple((count, ms * factor) for count, ms in known)
+        if np.count_nonzero(is_steady) >= LEAST_DRAFTS:
+            rows = rows_where(rows, is_steady)
+        depths = np.maximum(np.minimum(floats(rows, "num_planned"), floats(rows, "num_drafted")), 1)
+        factor = _ratio(floats(rows, "draft_ms"), _looked_up(partial(table.draft, str(name)), depths))
+        scaled[str(name)] = tuple((count, ms * factor) for count, ms in known)
     return scaled

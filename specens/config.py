@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,13 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"configuration: {one_line(error)} (for a literal ${{...}} write \\${{...}})") from error
     assert isinstance(plain, dict)
     return plain  # pyright: ignore[reportReturnType]
+
+
+def refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """A word that was added with + and that nobody reads is a mistake."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}; there are {', '.join(known)}")
 
 
 def build(config: DictConfig) -> Any:

@@ -49,6 +49,8 @@ class Job:
                 f"trace=dense: with verifier={self.verifier.name} the text depends on who drafts, so that nothing else can be "
                 "replayed from it; use verifier=coupled"
             )
+        if self.trace == "dense" and not self.drafter.members:
+            raise UserError("trace=dense: there is no drafter whose proposals could be traced; use trace=steps")
         if not isinstance(self.baseline, bool):
             raise UserError(f"baseline={self.baseline!r}: give true or false")
         if self.compiled not in (None, True, False):

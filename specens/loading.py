@@ -85,6 +85,11 @@ def load(*folders: Path | str) -> Run:
     return Run(tuple(read), frames["prompts"], frames["steps"], frames["drafts"], summaries)
 
 
+def missing_tables(folder: Path) -> list[str]:
+    """The tables that a run's folder lacks; `load` takes them for empty."""
+    return [name for name in (f"{table}.parquet" for table in SCHEMAS) if not (folder / name).is_file()]
+
+
 def _with_unique_runs(found: Mapping[Path, tuple[Path, str]]) -> Iterator[tuple[Path, str]]:
     """Files with their run's name; the whole path where two folders would have the same name."""
     homes: dict[str, set[Path]] = {}

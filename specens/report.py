@@ -22,11 +22,11 @@ from omegaconf import DictConfig
 from specens.analysis.frames import rows_where
 from specens.analysis.html import report
 from specens.analysis.metrics import summarise
-from specens.config import CONF_DIR, VERSION_BASE
+from specens.config import CONF_DIR, VERSION_BASE, refuse_unknown, resolved
 from specens.errors import UserError, one_line
 from specens.files import PAGE_NAME, REPLAY_NAME, SUMMARY_NAME, write_whole
-from specens.loading import Run, load, words_of
-from specens.run import failing_in_one_line
+from specens.loading import Run, load, missing_tables, words_of
+from specens.run import failing_in_one_line, refuse_sweep
 
 UNFINISHED = {"status": "unfinished", "error": "it has no summary.json, so its process was killed, or is still at work"}
 """What stands for the summary of a run that has none."""
@@ -57,6 +57,7 @@ def _read(folder: Path) -> tuple[Run, list[str]]:
         except UserError as error:
             raise UserError("; ".join([str(error), *(one_line(entry.message) for entry in caught[:1])])) from error
     notices = [one_line(entry.message) for entry in caught]
+    notices += [f"{path} has no {name}" for path in run.folders for name in missing_tables(path)]
     if len(notices) > MAX_NOTICES:
         notices[MAX_NOTICES:] = [f"skipped {len(notices) - MAX_NOTICES} more files"]
     return run, notices
@@ -115,6 +116,8 @@ def _known(run: Run, folder: Path, name: str | None = None) -> dict[str, Any]:
 def main(config: DictConfig) -> None:
     os.chdir(hydra.utils.get_original_cwd())  # paths are relative to where the command was given
     with failing_in_one_line(HydraConfig.get().mode, "interrupted; nothing was written"):
+        refuse_sweep(HydraConfig.get().mode)
+        refuse_unknown(resolved(config), ("run",))
         if not str(config.run or ""):
             raise UserError("run is not set: give run=<the folder of a run, or one that holds runs>")
         path, notices = rebuild(Path(str(config.run)).expanduser())

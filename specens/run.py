@@ -20,7 +20,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from specens.config import CONF_DIR, VERSION_BASE, build, resolved, write_words
+from specens.config import CONF_DIR, VERSION_BASE, build, refuse_unknown, resolved, write_words
 from specens.errors import UserError
 from specens.records import RunWriter
 
@@ -54,9 +54,7 @@ def job_of(config: DictConfig) -> Job:
     from specens.job import Job
 
     plain = resolved(config)
-    unknown = sorted(set(plain) - {*BUILT, *PLAIN})
-    if unknown:
-        raise UserError(f"unknown option {unknown[0]}; there are {', '.join((*BUILT, *PLAIN))}")
+    refuse_unknown(plain, (*BUILT, *PLAIN))
     parts: dict[str, Any] = {name: build(config.get(name)) for name in BUILT}
     parts |= {name: plain.get(name) for name in PLAIN}
     return Job(**parts)
@@ -69,6 +67,14 @@ def quiet_libraries() -> None:
     disable_progress_bar()
     set_verbosity_error()
     logging.captureWarnings(True)
+
+
+def refuse_sweep(mode: RunMode | None) -> None:
+    """For doors whose jobs would write the same files."""
+    if mode == RunMode.MULTIRUN:
+        raise UserError(
+            "no --multirun here: the jobs would overwrite each other's files; give the command once for each"
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
+from specens.analysis.html.markup import visible
 from specens.decoding.types import StepRecord
 from specens.errors import one_line
 from specens.files import REPLAY_PAGE_NAME
@@ -48,6 +49,7 @@ class Screen:
 
     def prompt_done(self, label: str, record: PromptRecord, steps: Sequence[StepRecord]) -> None:
         self.end_prompt()
+        label = visible(label).replace("\n", " ")  # with the prompt's id, which may be anything
         if record.error is not None:
             return self._console.print(f"{escape(label)}  [red]failed:[/red] {escape(one_line(record.error))}")
         line = f"{label}  {progress(steps)}"

@@ -18,7 +18,7 @@ from specens.decoding.budget import Budget
 from specens.decoding.costs import read_versions
 from specens.errors import UserError
 from specens.files import COSTS_NAME, REPLAY_NAME, REPLAY_PAGE_NAME, SUMMARY_NAME, plain, write_whole
-from specens.loading import Run, load, load_dense
+from specens.loading import Run, load, load_dense, missing_tables
 
 
 def read_trace(folder: Path | str) -> tuple[Trace, Live]:
@@ -47,8 +47,17 @@ def load_one(folder: Path) -> Run:
             run = load(folder)
         except UserWarning as broken:
             raise UserError(f"run={folder}: {str(broken).removeprefix('skipped ')}; make the run again") from broken
-    if len(run.folders) > 1:
-        raise UserError(f"run={folder}: holds {len(run.folders)} runs; name one of them, such as run={run.folders[0]}")
+    home, *others = run.folders
+    if others:
+        inner = next(path for path in run.folders if path != folder)
+        hint = (
+            f"{inner} lies in it: move it elsewhere"
+            if folder in run.folders
+            else f"name one of them, such as run={inner}"
+        )
+        raise UserError(f"run={folder}: holds {len(run.folders)} runs; {hint}")
+    for name in missing_tables(home):
+        raise UserError(f"run={folder}: has no {name}; make the run again")
     return run
 
 

@@ -90,7 +90,7 @@ def test_the_page_says_it_all_and_the_files_hold_it(folder, capsys, monkeypatch)
 
 def test_teams_under_another_policy_with_fewer_nodes(folder, capsys, monkeypatch):
     code, page = said(capsys, "run=run", "policy=cost_aware", "max_nodes=3", folder=folder, monkeypatch=monkeypatch)
-    assert code == 0 and "Teams under budget=cost_aware, at most 3 nodes" in page
+    assert code == 0 and "Teams under budget=cost_aware (the run's own was fixed), at most 3 nodes" in page
     assert pd.read_csv(folder / "replay.csv").eval("num_nodes <= 3 * calls").all()
 
 
@@ -122,6 +122,7 @@ def test_other_runs_stand_beside_their_replay(folder, capsys, monkeypatch):
     (other,) = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["others"]
     assert other["team"] == "tree+chain" and other["num_different"] == 0 and other["num_prompts"] == len(TEXTS)
     assert other["error"] == pytest.approx(other["predicted_s"] / other["measured_s"] - 1) and "| pair |" in page
+    assert "pair" in (folder / "report.html").read_text(encoding="utf-8").partition("Other runs")[2]
     assert read_live(folder.parent / "pair").members == ("tree", "chain")
 
 
@@ -174,7 +175,10 @@ FAULTS = {
     "costs.json": lambda folder: (folder / "costs.json").unlink(),
     "cannot be read": lambda folder: (folder / "costs.json").write_text("{", encoding="utf-8"),
     "summary.json": lambda folder: (folder / "summary.json").write_text("{", encoding="utf-8"),
-    "holds 2 runs; name one of them": lambda folder: shutil.copytree(folder, folder / "inner"),
+    "inner lies in it: move it elsewhere": lambda folder: shutil.copytree(folder, folder / "inner"),
+    "has no drafts.parquet": lambda folder: (folder / "drafts.parquet").unlink(),
+    "has no steps.parquet": lambda folder: (folder / "steps.parquet").unlink(),
+    "has no prompts.parquet": lambda folder: (folder / "prompts.parquet").unlink(),
 }
 
 
@@ -197,6 +201,7 @@ def test_a_broken_folder_is_refused_in_one_line(fault, folder, capsys, monkeypat
         (("run=run", "costs=gone.json"), "gone.json"),
         (("run=run", "others=[nowhere]"), "others=[nowhere]"),
         (("run=run", "others=pair"), "others=[pair]"),
+        (("run=run", "+members=[chain]"), "unknown option members"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, fault, folder, capsys, monkeypatch):

@@ -176,3 +176,19 @@ def test_the_folder_of_a_bench_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "bench.md").write_text("a table", encoding="utf-8")
     with pytest.raises(UserError, match=rf"no run to read.*a bench's page is {tmp_path / 'bench.md'}"):
         rebuild(tmp_path)
+
+
+def test_a_table_that_is_gone_is_named_on_the_page(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", "p", status="finished")
+    (folder / "drafts.parquet").unlink()
+    path, (notice,) = rebuild(folder)
+    assert "has no drafts.parquet" in notice and notice in Page(path.read_text(encoding="utf-8")).text
+
+
+@pytest.mark.parametrize("word", ["+members=[ngram]", "+nonsense=1"])
+def test_a_word_that_nobody_reads_is_refused(
+    tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", "p", status="finished")
+    assert door(main, monkeypatch, tmp_path, "run=run", word) == 1
+    assert "unknown option" in capsys.readouterr().err

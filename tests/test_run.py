@@ -623,3 +623,15 @@ def test_b16_a_bad_option_on_the_command_line_is_one_line_and_a_failing_exit(tmp
     assert "temperature=-1" in lines[0]
     assert "Traceback" not in done.stderr + done.stdout
     assert summary_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_prompts_id_cannot_command_the_terminal(tmp_path, capsys):
+    path = jsonl(tmp_path / "prompts.jsonl", {"text": "one two", "id": "\u001b[31mred\nline"})
+    smoke(tmp_path / "run", "prompts=jsonl", f"prompts.path={path}")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "red" in line]
+    assert "\u001b" not in line and "line" in line
+
+
+def test_a_dense_trace_needs_somebody_to_trace(tmp_path):
+    with pytest.raises(UserError, match="there is no drafter"):
+        smoke(tmp_path / "run", "drafter=none", "trace=dense")

@@ -181,6 +181,13 @@ def test_policies_are_what_they_are_called():
     assert "ceiling" in table.loc["union", "note"] and "hindsight" in table.loc["best_alone", "note"]
 
 
+def test_the_ceiling_pays_the_cheapest_forward_there_is():
+    """Some kernels take less time for four rows than for one."""
+    cheap = replace(MODEL, table=replace(COSTS, verify_ms=((0, 10.0), (3, 8.0), (8, 17.0))))
+    table = compare(TRACE, cheap, Teams.of(TRACE, cheap), 64).set_index("policy")
+    assert table.loc["union", "seconds"] == pytest.approx(table.loc["union", "calls"] * (8.0 + COSTS.host_ms) / 1e3)
+
+
 def test_the_union_is_what_a_budget_without_limits_does():
     steps = replay(TRACE, FixedBudget(max_nodes=10**6))
     assert len(union(TRACE)) == len(steps) and union(TRACE)["num_emitted"].tolist() == steps["num_emitted"].tolist()

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from specens.analysis.frames import floats, of_prompts
 from specens.analysis.model import CostModel, held_out_error, measured_seconds, prediction_error
-from specens.analysis.policies import budget_named, compare
+from specens.analysis.policies import budget_named, compare, name_of
 from specens.analysis.replay import replay
 from specens.analysis.teams import PLAIN, Teams, overlap, rescue
 from specens.analysis.trace import Trace
@@ -35,6 +36,8 @@ class Live:
     budget: Budget
     members: tuple[str, ...]
     tables: Sequence[CostTable] = ()
+    lengths: Mapping[str, int] | None = None
+    """How deep members may draft, where the run's configuration is known."""
 
     @property
     def first_only(self) -> bool:
@@ -75,11 +78,11 @@ def same_steps(live: pd.DataFrame, replayed: pd.DataFrame) -> dict[str, Any]:
 
 
 def replay_of(trace: Trace, live: Live) -> pd.DataFrame:
-    """The steps of a run with some of the trace's members, by its own budget and cost tables. Under a budget that learns nothing
-    they are taken to draft as deep as that run let them, under the others as deep as in the trace.
+    """The steps of a run with some of the trace's members, by its own budget and cost tables. Where their lengths are not known,
+    they are taken to draft as deep as that run let them under a budget that learns nothing, else as deep as in the trace.
     """
-    lengths: dict[str, int] = {}
-    if isinstance(live.budget, FixedBudget):
+    lengths = dict(live.lengths or {})
+    if live.lengths is None and isinstance(live.budget, FixedBudget):
         for name, rows in live.drafts.groupby("drafter", sort=False):
             planned = int(floats(rows, "num_planned").max())
             lengths |= {str(name): planned} if planned else {}
@@ -142,8 +145,10 @@ def study(
         "subject": {
             "drafters": [member.name for member in trace.members],
             "num_prompts": len(trace.prompt_ids),
+            "num_failed": int(np.count_nonzero(live.prompts["error"].notna())),
             "num_tokens": trace.num_positions,
             "policy": policy,
+            "run_policy": name_of(live.budget),
             "max_nodes": max_nodes,
         },
         "live": {

@@ -24,9 +24,12 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
     )
     if content.get("status", "finished") != "finished":
         yield f"\n**The run did not finish ({content['status']}); these are the prompts that it finished.**"
+    if subject["num_failed"]:
+        yield f"\nPrompts that failed are left out: {subject['num_failed']}."
     yield ""
     yield from _live(content)
-    yield f"\nTeams under budget={subject['policy']}, at most {subject['max_nodes']} nodes, by the cost model:\n"
+    own = f" (the run's own was {subject['run_policy']})" if subject["run_policy"] != subject["policy"] else ""
+    yield f"\nTeams under budget={subject['policy']}{own}, at most {subject['max_nodes']} nodes, by the cost model:\n"
     yield from _teams(content)
     yield "\nWhat each member saves (95% over prompts; below 0: it costs more than it gives):\n"
     yield from _members(content["members"])
@@ -99,7 +102,7 @@ def _members(rows: Rows) -> Iterator[str]:
 
 def _interval(row: Mapping[str, Any], key: str, form: str) -> str:
     low, high = (_number(row[f"{key}_{end}"], form) for end in ("low", "high"))
-    return f"{_number(row[key], form)} ({low} to {high})"
+    return _number(row[key], form) + (f" ({low} to {high})" if low != "-" else "")
 
 
 def _square(shares: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
@@ -130,7 +133,18 @@ def _policies(rows: Rows) -> Iterator[str]:
 
 
 def _others(rows: Rows) -> Iterator[str]:
-    heads = ["run", "team", "prompts", "steps", "different", "seconds", "predicted", "error", "x plain", "predicted"]
+    heads = [
+        "run",
+        "team",
+        "prompts",
+        "steps",
+        "different",
+        "seconds",
+        "predicted s",
+        "error",
+        "x plain",
+        "predicted x",
+    ]
     cells = [
         [
             row["run"],
@@ -166,4 +180,4 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
+    return "-" if value is None or math.isnan(value) else format(value, form.replace(".", "z.", 1))  # no -0

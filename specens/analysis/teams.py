@@ -155,7 +155,8 @@ def overlap(trace: Trace) -> pd.DataFrame:
     positions of the texts at which a step may draft.
     """
     is_right = _is_right(trace)
-    return _square(trace, is_right.T @ is_right / len(is_right))
+    with np.errstate(invalid="ignore"):  # no position at all
+        return _square(trace, is_right.T @ is_right / np.float64(len(is_right)))
 
 
 def rescue(trace: Trace) -> pd.DataFrame:

@@ -208,7 +208,7 @@ def _shortened(member: Member, lengths: Mapping[str, int]) -> Member:
     length = lengths.get(member.name, member.num_draft_tokens)
     if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= member.num_draft_tokens:
         raise UserError(
-            f"lengths.{member.name}={length!r}: give a whole number from 1 to {member.num_draft_tokens}, what was traced"
+            f"{member.name} with drafts of {length!r} tokens: the trace has whole numbers from 1 to {member.num_draft_tokens}"
         )
     is_chain = member.num_draft_nodes == member.num_draft_tokens
     return replace(member, num_draft_tokens=length, num_draft_nodes=length if is_chain else member.num_draft_nodes)

@@ -92,11 +92,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, n
 
 
 def number(value: float | None, digits: int) -> str:
-    return MISSING if value is None else f"{value:,.{digits}f}"
+    return MISSING if value is None else f"{value:z,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    return MISSING if value is None else f"{100 * value:.1f}%"
+    return MISSING if value is None else f"{100 * value:z.1f}%"
 
 
 def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:

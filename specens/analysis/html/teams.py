@@ -40,6 +40,7 @@ def teams(replay: Mapping[str, Any], cast: Cast) -> Html:
             cast,
             "The row's, where the column's was wrong.",
         ),
+        _others(replay.get("others") or []),
         _modelled(modelled, cast),
     ]
     note = (
@@ -48,6 +49,10 @@ def teams(replay: Mapping[str, Any], cast: Cast) -> Html:
     )
     if "policy" in subject:
         note += f" Under budget={subject['policy']}, at most {subject.get('max_nodes')} nodes."
+    if subject.get("run_policy") not in (None, subject.get("policy")):
+        note += f" (The run itself had budget={subject['run_policy']}, for which see Policies.)"
+    if subject.get("num_failed"):
+        note += f" Failed prompts are left out: {subject['num_failed']}."
     return section("Teams", *parts, note=note)
 
 
@@ -100,7 +105,7 @@ def _teams_of(ranks: Sequence[tuple[int, Mapping[str, Any]]], cast: Cast, label:
     for rank, row in ranks:
         rate = row.get("tokens_per_s")
         team = markup(tag("span", f"{rank}.", class_="rank"), _members_of(row, cast))
-        speed = markup(meter(rate or 0.0, most), number(rate, 1))
+        speed = markup(meter(rate or 0.0, most), tag("span", number(rate, 1), class_="figure"))
         cells.append([team, speed, *(number(row.get(key), digits) for key, digits in columns)])
     return table(header, cells, label=label)
 
@@ -157,11 +162,24 @@ def _policies(rows: Rows) -> Html:
             number(row.get("acceptance_length"), 2),
             number(row.get("calls"), 0),
             percent(row.get("regret")),
+            percent(row.get("regret_by_prompt")),
         ]
         for row in rows
     ]
-    header = ["policy", "what it does", "tokens per second", "speedup", "tokens per forward", "forwards", "regret"]
-    note = "All members together. Regret: the time beyond that of the team that is best in hindsight."
+    header = [
+        "policy",
+        "what it does",
+        "tokens per second",
+        "speedup",
+        "tokens per forward",
+        "forwards",
+        "regret",
+        "by prompt",
+    ]
+    note = (
+        "All members are at hand. Regret: the time beyond that of the one team of budget=fixed that is best in hindsight, and "
+        "beyond that of each prompt's own best; below 0, it was saved."
+    )
     grid = table(header, cells, label="Policies", num_words=2)
     return markup(tag("h3", "Policies"), tag("p", note, class_="faint"), grid) if grid else Html()
 
@@ -174,6 +192,36 @@ def _matrix(title: str, values: Mapping[str, Mapping[str, float | None]], cast: 
     ]
     grid = table(["", *names], rows, label=title)
     return markup(tag("h3", title), tag("p", note, class_="faint"), grid) if grid else Html()
+
+
+def _others(rows: Rows) -> Html:
+    """Runs that really had another team, beside what the replay says of them."""
+    cells = [
+        [
+            str(row["run"]),
+            str(row.get("team")),
+            *(number(row.get(name), 0) for name in ("num_prompts", "num_steps", "num_different")),
+            *(number(row.get(name), 1) for name in ("measured_s", "predicted_s")),
+            percent(row.get("error")),
+            *(number(row.get(name), 2) for name in ("measured_speedup", "predicted_speedup")),
+        ]
+        for row in rows
+    ]
+    header = [
+        "run",
+        "team",
+        "prompts",
+        "steps",
+        "that differ",
+        "seconds",
+        "predicted",
+        "error",
+        "speedup",
+        "predicted speedup",
+    ]
+    grid = table(header, cells, label="Other runs", num_words=2)
+    note = "Live runs of these prompts by some of the members, beside what the replay of this trace says of them."
+    return markup(tag("h3", "Other runs"), tag("p", note, class_="faint"), grid) if grid else Html()
 
 
 def _modelled(content: Mapping[str, Any], cast: Cast) -> Html:

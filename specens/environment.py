@@ -19,7 +19,7 @@ from specens.decoding.target import Target
 
 
 def environment(target: Target, facts: Mapping[str, Any], drafter: Drafter, config: GenerationConfig) -> dict[str, Any]:
-    """As plain data; `facts` are those of the loaded target (`models.Loaded.facts`)."""
+    """As plain data; `facts` are those of the loaded target (`models.LoadedModel.facts`)."""
     device = target.device
     packages = ("specens", "torch", "transformers", "bitsandbytes", "hydra-core", "numpy", "wandb")
     return {

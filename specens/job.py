@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from specens.decoding.bandit import BanditBudget
-from specens.decoding.budget import Budget, FixedBudget
-from specens.decoding.cost_aware import CostAwareBudget
+from specens.analysis.policies import name_of
+from specens.decoding.budget import Budget
 from specens.decoding.costs import read_costs
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import SamplingOptions
@@ -75,7 +74,5 @@ def check_exact_width(exact_width: Any, layout: Layout, budget: Budget) -> None:
 
 def budget_words(budget: Budget) -> dict[str, Any]:
     """A budget as it is named on the command line, with its options; one of somebody's own by its class."""
-    names: dict[type, str] = {CostAwareBudget: "cost_aware", BanditBudget: "bandit", FixedBudget: "fixed"}
-    name = names.get(type(budget), type(budget).__name__)
     options = asdict(budget) if is_dataclass(budget) else {}  # pyright: ignore[reportArgumentType]
-    return {"name": "priority" if options.get("first_only") else name, "options": options}
+    return {"name": name_of(budget), "options": options}

@@ -5,22 +5,26 @@ Importing this package is instant; torch is loaded when `attach` is first used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["UserError", "attach", "load"]
+__version__ = "0.2.0"
+__all__ = ["UserError", "attach", "load", "load_model"]
 
 if TYPE_CHECKING:
+    from specens.attached import attach, load_model
     from specens.errors import UserError
-    from specens.loading import load
-    from specens.speculator import attach
+    from specens.records.reader import load
 
-_HOMES = {"attach": "specens.speculator", "load": "specens.loading", "UserError": "specens.errors"}
+_HOMES = {
+    "attach": "specens.attached",
+    "load_model": "specens.attached",
+    "load": "specens.records.reader",
+    "UserError": "specens.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'specens' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from specens.tiny import byte_tokenizer, random_model
+from specens.models.tiny import byte_tokenizer, random_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,11 @@
-"""The exact law of an emitted text: every outcome of all randomness, with its probability, through the real code.
+"""The exact distribution of an emitted text: every outcome of all randomness, with its probability,
+through the real code.
 
-`outcomes` runs a function again and again, each time with a noise that takes another path through its draws and flips. With it
-`step_law` has the law of what one step emits (propose, merge, score, verify, trim), and `decoder_law` that of whole texts of
-the real loop. `target_law` is what they must be: a product of the target's own probabilities, from forwards of its own.
+`outcomes` runs a function again and again, each time with a noise that takes another path through
+its samples and flips. With it `step_distribution` has the distribution of what one step emits
+(propose, merge, score, verify, trim), and `decoder_distribution` that of whole texts of the real
+loop. `target_distribution` is what they must be: a product of the target's own probabilities, from
+forwards of its own.
 """
 
 from __future__ import annotations
@@ -13,38 +16,41 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from helpers import ScriptedTarget
+from helpers import ScriptedTarget, decode_steps
 from transformers import LogitsProcessorList
 
-from specens.decoding.budget import FixedBudget, PlanContext
+from specens.decoding.budgets.base import PlanContext
+from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.drafter import condition, hidden_layers
 from specens.decoding.loop import Decoder
 from specens.decoding.merge import merge
-from specens.decoding.sampling import Sampler, TreeAnswers
+from specens.decoding.sampling import Sampler, TreeScores
 from specens.decoding.stopping import StopRules
-from specens.decoding.target import Target
-from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree
-from specens.tiny import random_model
+from specens.decoding.target.target import Target
+from specens.decoding.types import Commit, Draft, Member, Plan, Share, TokenTree
+from specens.models.tiny import random_model
 
 T = TypeVar("T")
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 """Text -> probability."""
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 """Prefix -> logits `[vocab]`, float64."""
 
 
 class Every:
-    """A noise that takes the path `script` through the outcomes, and the first one where the script ends.
+    """A noise that takes the path `script` through the outcomes, and the first one where the script
+    ends.
 
-    `strict`: a position's noise asked for a second time must have had its first outcome removed (drawing without
-    replacement), and no coin is flipped twice. With keyed noise such outcomes would not be independent.
+    `strict`: a position's noise used for a second time must have had its first outcome removed
+    (sampling without replacement), and no coin is flipped twice. With keyed noise such outcomes
+    would not be independent.
     """
 
     def __init__(self, script: Sequence[int] = (), *, strict: bool = True) -> None:
         self.script, self.strict, self.name = script, strict, ""
         self.trail: list[tuple[int, int]] = []  # outcome taken, number of outcomes
         self.weights: list[float] = []
-        self.asked: dict[tuple[Any, ...], list[int]] = {}
+        self.used: dict[tuple[Any, ...], list[int]] = {}
 
     @property
     def probability(self) -> float:
@@ -53,14 +59,14 @@ class Every:
     def fork(self, name: str) -> Every:
         other = Every(self.script, strict=self.strict)
         other.name, other.trail, other.weights = f"{self.name}/{name}", self.trail, self.weights
-        other.asked = self.asked
+        other.used = self.used
         return other
 
     def choice(self, scores: torch.Tensor, position: int) -> int:
         probs = scores.double().softmax(-1).tolist()
-        chosen = self.asked.setdefault((self.name, position), [])
-        if self.strict:
-            assert all(probs[token] == 0 for token in chosen), f"noise of {self.name}, position {position}: used twice"
+        chosen = self.used.setdefault((self.name, position), [])
+        is_new = not self.strict or all(probs[token] == 0 for token in chosen)
+        assert is_new, f"noise of {self.name}, position {position}: used twice"
         tokens = [token for token, probability in enumerate(probs) if probability > 0]
         token = tokens[self._take([probs[token] for token in tokens])]
         chosen.append(token)
@@ -68,12 +74,12 @@ class Every:
 
     def flip(self, probability: float, position: int, turn: int) -> bool:
         key = (self.name, position, turn)
-        assert not self.strict or key not in self.asked, f"coin {key}: flipped twice"
-        self.asked[key] = []
+        assert not self.strict or key not in self.used, f"coin {key}: flipped twice"
+        self.used[key] = []
         return self._take([1 - probability, probability]) == 1
 
-    def race(self, scores: torch.Tensor, position: int) -> torch.Tensor:
-        raise AssertionError("a race has too many outcomes to go through")
+    def perturbed(self, scores: torch.Tensor, position: int) -> torch.Tensor:
+        raise AssertionError("perturbed scores have too many outcomes to go through")
 
     def _take(self, probabilities: Sequence[float]) -> int:
         taken = self.script[len(self.trail)] if len(self.trail) < len(self.script) else 0
@@ -106,29 +112,31 @@ def outcomes(
 
 @functools.cache
 def table(seed: int, vocab_size: int = 3, spread: float = 1.2) -> Logits:
-    """A random law for every prefix, fixed by the seed."""
+    """A random distribution for every prefix, fixed by the seed."""
 
     @functools.cache
     def logits(prefix: tuple[int, ...]) -> torch.Tensor:
-        draw = np.random.default_rng([seed, vocab_size, len(prefix), *prefix])
-        return torch.from_numpy(spread * draw.standard_normal(vocab_size))
+        numbers = np.random.default_rng([seed, vocab_size, len(prefix), *prefix])
+        return torch.from_numpy(spread * numbers.standard_normal(vocab_size))
 
     return logits
 
 
 def constant(*probs: float) -> Logits:
-    """The same law after every prefix."""
+    """The same distribution after every prefix."""
     logits = torch.tensor(probs, dtype=torch.float64).log()
     return lambda prefix: logits
 
 
 def without(logits: Logits, tokens: Callable[[tuple[int, ...]], Iterable[int]]) -> Logits:
-    """A law in which some tokens never come, which ones depending on the prefix."""
-    return lambda prefix: logits(prefix).index_fill(0, torch.tensor(sorted(tokens(prefix))), -torch.inf)
+    """A distribution in which some tokens never come, which ones depending on the prefix."""
+    return lambda prefix: logits(prefix).index_fill(
+        0, torch.tensor(sorted(tokens(prefix))), -torch.inf
+    )
 
 
 class Tables(ScriptedTarget):
-    """A target whose law is a table, in float64."""
+    """A target whose distribution is a table, in float64."""
 
     dtype = torch.float64
 
@@ -141,7 +149,9 @@ class Tables(ScriptedTarget):
 
 
 class TinyTarget(Target):
-    """A real model in float64, that scores each tree once. `logits` are fresh forwards without a cache."""
+    """A real model in float64, that scores each tree once. `logits` are fresh forwards without a
+    cache.
+    """
 
     def __init__(self, vocab_size: int = 3, model_type: str = "gpt2", seed: int = 1) -> None:
         super().__init__(tiny_model(vocab_size, model_type, seed))
@@ -152,17 +162,20 @@ class TinyTarget(Target):
         return fresh(self.model, prefix)
 
     def scored(self, context: Sequence[int], tree: TokenTree, layout: Any) -> torch.Tensor:
-        """What `score` says of a tree behind a context."""
+        """The logits of a tree behind a context."""
         key = (tuple(context), tree.token_ids, tree.parents, layout)
         if key not in self._scored:
-            self._scored[key] = self.score(self.prefill(context), context[-1], tree, layout).detach()
+            with self.prefill(context) as cache:
+                self._scored[key] = self.score(cache, context[-1], tree, layout).detach()
         return self._scored[key]
 
 
 def tiny_model(vocab_size: int, model_type: str = "gpt2", seed: int = 1) -> Any:
-    """A random model in float64 whose norms compute in float64 too (a Llama's compute in float32)."""
+    """A random model in float64, whose norms are too (a Llama's compute in float32)."""
     specials = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    model = random_model(model_type, vocab_size=vocab_size, seed=seed, max_position_embeddings=32, **specials)
+    model = random_model(
+        model_type, vocab_size=vocab_size, seed=seed, max_position_embeddings=32, **specials
+    )
     return model.double()
 
 
@@ -172,17 +185,21 @@ def fresh(model: Any, prefix: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([list(prefix)]), use_cache=False).logits[0, -1]
 
 
-# Laws.
+# Distributions.
 
 
-def target_law(
-    logits: Logits, prompt: Sequence[int], length: int, processors: Iterable[Any] = (), eos: Sequence[int] = ()
-) -> Law:
-    """The law of `length` tokens after a prompt, or fewer where a text ends."""
-    ask = _Probs(logits, processors)
-    law: Law = {}
-    complete(law, ask, tuple(prompt), (), 1.0, length, eos)
-    return law
+def target_distribution(
+    logits: Logits,
+    prompt: Sequence[int],
+    length: int,
+    processors: Iterable[Any] = (),
+    eos: Sequence[int] = (),
+) -> Distribution:
+    """The distribution of `length` tokens after a prompt, or fewer where a text ends."""
+    probs = _Probs(logits, processors)
+    distribution: Distribution = {}
+    complete(distribution, probs, tuple(prompt), (), 1.0, length, eos)
+    return distribution
 
 
 class _Probs:
@@ -200,7 +217,7 @@ class _Probs:
 
 
 def complete(
-    law: Law,
+    distribution: Distribution,
     probs: _Probs,
     prompt: tuple[int, ...],
     text: tuple[int, ...],
@@ -208,25 +225,25 @@ def complete(
     length: int,
     eos: Sequence[int],
 ) -> None:
-    """Add to `law` the texts of `length` tokens that begin with `text`."""
+    """Add to `distribution` the texts of `length` tokens that begin with `text`."""
     if len(text) >= length or (text and text[-1] in eos):
-        law[text[:length]] = law.get(text[:length], 0.0) + weight
+        distribution[text[:length]] = distribution.get(text[:length], 0.0) + weight
         return
     for token, probability in enumerate(probs((*prompt, *text))):
         if probability > 0:
-            complete(law, probs, prompt, (*text, token), weight * probability, length, eos)
+            complete(distribution, probs, prompt, (*text, token), weight * probability, length, eos)
 
 
-def distance(left: Law, right: Law) -> float:
+def distance(left: Distribution, right: Distribution) -> float:
     """The largest difference of probability of a text."""
     return max(abs(left.get(text, 0.0) - right.get(text, 0.0)) for text in {*left, *right})
 
 
-def total_variation(left: Law, right: Law) -> float:
+def total_variation(left: Distribution, right: Distribution) -> float:
     return sum(abs(left.get(text, 0.0) - right.get(text, 0.0)) for text in {*left, *right}) / 2
 
 
-def step_law(
+def step_distribution(
     target: Any,
     drafter: Any,
     verifier: Any,
@@ -241,33 +258,37 @@ def step_law(
     strict: bool = True,
     make: Callable[..., Every] = Every,
     drafts: Sequence[tuple[float, Draft]] | None = None,
-) -> tuple[Law, Law, float]:
-    """The law of the first `length` tokens (one more than the deepest draft) when one step emits the first of them and plain
-    decoding the rest; the law that it must be; the mean number of accepted tokens.
+) -> tuple[Distribution, Distribution, float]:
+    """The distribution of the first `length` tokens (one more than the deepest draft) when one step
+    emits the first of them and AR decoding the rest; the distribution that it must be; the mean
+    number of accepted tokens.
 
-    The outcomes of drafting are gone through first, then for each draft those of verification: the two draw from different
-    noise. `drafts` are those outcomes where they are known.
+    The outcomes of drafting are gone through first, then for each draft those of verification: the
+    two use different noise. `drafts` are those outcomes where they are known.
     """
     prompt, processor_list = tuple(prompt), LogitsProcessorList(list(processors))
     stop = StopRules(len(prompt) + 12, tuple(eos))
     plan = (budget or FixedBudget()).plan(PlanContext(drafter.members, len(prompt), 12))
     length = length or plan.num_tokens + 1
     if drafts is None:
-        drafts = every_draft(
-            drafter, target, plan, prompt, processors, coupled=verifier.coupled, strict=strict, make=make
-        )
-    probs, law, accepted = _Probs(target.logits, processors), {}, 0.0
-    for tree, drafted in _different((weight, merge(draft, plan, stop.eos_ids)) for weight, draft in drafts):
+        options = {"coupled": verifier.coupled, "strict": strict, "make": make}
+        drafts = every_draft(drafter, target, plan, prompt, processors, **options)
+    probs, distribution, accepted = _Probs(target.logits, processors), {}, 0.0
+    for tree, drafted in _different(
+        (weight, merge(draft, plan, stop.eos_ids)) for weight, draft in drafts
+    ):
         logits = _scored(target, prompt, tree, layout)
 
         def verify(noise: Every, tree: TokenTree = tree, logits: torch.Tensor = logits) -> Commit:
             sampler = Sampler(processor_list, noise, coupled=verifier.coupled)
-            return stop.trim(prompt, tree, verifier(tree, TreeAnswers(sampler, prompt, tree, logits)))
+            scores = TreeScores(sampler, prompt, tree, logits)
+            return stop.trim(prompt, tree, verifier(tree, scores))
 
         for verified, commit in outcomes(verify, strict=strict):
-            complete(law, probs, prompt, commit.token_ids, drafted * verified, length, eos)
+            complete(distribution, probs, prompt, commit.token_ids, drafted * verified, length, eos)
             accepted += drafted * verified * commit.num_accepted
-    return law, target_law(target.logits, prompt, length, processors, eos), accepted
+    wanted = target_distribution(target.logits, prompt, length, processors, eos)
+    return distribution, wanted, accepted
 
 
 def every_draft(
@@ -281,25 +302,34 @@ def every_draft(
     strict: bool = True,
     make: Callable[..., Every] = Every,
 ) -> list[tuple[float, Draft]]:
-    """Every draft behind a prompt, with its probability. Where the noise would be shared, draws are independent instead."""
+    """Every draft behind a prompt, with its probability. Where the noise would be shared, samples
+    are independent instead.
+    """
     drafter.bind(target)
 
     def propose(noise: Every) -> Draft:
-        cache = target.prefill(prompt, hidden_layers(drafter))
-        drafter.start(prompt)
-        condition(drafter, cache.hidden)
-        sampler = Sampler(LogitsProcessorList(list(processors)), noise, coupled=coupled).fork(f"step {len(prompt)}")
-        return drafter.propose(prompt, plan, sampler)
+        sampler = Sampler(LogitsProcessorList(list(processors)), noise, coupled=coupled)
+        return first_draft(drafter, target, plan, prompt, sampler.fork(f"step {len(prompt)}"))
 
     return list(outcomes(propose, strict=strict and not coupled, make=make))
+
+
+def first_draft(
+    drafter: Any, target: Any, plan: Plan, prompt: tuple[int, ...], sampler: Sampler
+) -> Draft:
+    """What the drafter proposes behind a prompt."""
+    with target.prefill(prompt, hidden_layers(drafter)) as cache:
+        proposer = drafter.begin(prompt)
+        condition(proposer, cache.hidden)
+        return proposer.propose(prompt, plan, sampler)
 
 
 def _different(trees: Iterable[tuple[float, TokenTree]]) -> Iterable[tuple[TokenTree, float]]:
     """Equal trees once, with the sum of their weights."""
     found: dict[Any, tuple[TokenTree, float]] = {}
     for weight, tree in trees:
-        draws = tuple((drawn.node, drawn.owner, *drawn.law.tolist()) for drawn in tree.draws)
-        key = (tree.token_ids, tree.parents, tree.owners, draws)
+        samples = tuple((s.node, s.owner, *s.draft_probs.tolist()) for s in tree.samples)
+        key = (tree.token_ids, tree.parents, tree.owners, samples)
         found[key] = (tree, weight + (found[key][1] if key in found else 0.0))
     return found.values()
 
@@ -307,10 +337,11 @@ def _different(trees: Iterable[tuple[float, TokenTree]]) -> Iterable[tuple[Token
 def _scored(target: Any, prompt: tuple[int, ...], tree: TokenTree, layout: Any) -> torch.Tensor:
     if isinstance(target, TinyTarget):
         return target.scored(prompt, tree, layout)
-    return target.score(target.prefill(prompt), prompt[-1], tree, layout)
+    with target.prefill(prompt) as cache:
+        return target.score(cache, prompt[-1], tree, layout)
 
 
-def decoder_law(
+def decoder_distribution(
     target: Any,
     drafter: Any,
     verifier: Any,
@@ -322,94 +353,109 @@ def decoder_law(
     processors: Sequence[Any] = (),
     eos: Sequence[int] = (),
     make: Callable[..., Every] = Every,
-) -> tuple[Law, Law]:
-    """The law of whole texts of `count` tokens from the real loop, and the law that it must be."""
+) -> tuple[Distribution, Distribution]:
+    """The distribution of whole texts of `count` tokens from the real loop, and the distribution
+    that it must be.
+    """
     prompt = tuple(prompt)
     drafter.bind(target)
     decoder = Decoder(target, drafter, budget or FixedBudget(), verifier, layout)
 
     def run(noise: Every) -> tuple[int, ...]:
         sampler = Sampler(LogitsProcessorList(list(processors)), noise, coupled=verifier.coupled)
-        cache, _ = decoder.prefill(prompt)
-        steps = decoder.decode(prompt, cache, sampler, StopRules(len(prompt) + count, tuple(eos)))
+        steps = decode_steps(decoder, prompt, sampler, StopRules(len(prompt) + count, tuple(eos)))
         return tuple(token for step in steps for token in step.token_ids)
 
-    law: Law = {}
+    distribution: Distribution = {}
     for weight, text in outcomes(run, strict=not verifier.coupled, make=make):
-        law[text] = law.get(text, 0.0) + weight
-    return law, target_law(target.logits, prompt, count, processors, eos)
+        distribution[text] = distribution.get(text, 0.0) + weight
+    return distribution, target_distribution(target.logits, prompt, count, processors, eos)
 
 
 # Toy drafters: a function of (context, plan, sampler).
 
 
 class Toy:
-    """A drafter that says what a function says."""
+    """A drafter that proposes what a function of (context, plan, sampler) returns."""
 
-    def __init__(self, say: Callable[[tuple[int, ...], Plan, Sampler], Draft], depth: int = 2, nodes: int = 0) -> None:
-        self.say, self.members = say, (Member("toy", depth, nodes or depth),)
+    def __init__(
+        self,
+        function: Callable[[tuple[int, ...], Plan, Sampler], Draft],
+        depth: int = 2,
+        nodes: int = 0,
+    ) -> None:
+        self.function, self.members = function, (Member("toy", depth, nodes or depth),)
 
     def bind(self, target: Any) -> None: ...
 
-    def start(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int]) -> Toy:
+        return self
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        return self.say(tuple(context_ids), plan, sampler)
+        return self.function(tuple(context_ids), plan, sampler)
 
     def observe(self, commit: Commit) -> None: ...
 
 
 def sampled(
-    logits: Logits, depth: int = 2, *, told: bool = True, stop: Callable[[int], bool] = lambda token: False
+    logits: Logits,
+    depth: int = 2,
+    *,
+    recorded: bool = True,
+    stop: Callable[[int], bool] = lambda token: False,
 ) -> Toy:
-    """A row of draws, each from the law after the row so far. It ends behind a token that `stop` is true of."""
+    """A chain of samples, each from the distribution after the chain so far. It ends behind a token
+    that `stop` is true of.
+    """
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        ids, laws = context, []
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        ids, probs = context, []
         for _ in range(plan.num_tokens):
-            ((token, law),) = sampler.draw(ids, logits(ids))
-            ids, laws = (*ids, token), [*laws, law]
+            ((token, prob),) = sampler.sample(ids, logits(ids))
+            ids, probs = (*ids, token), [*probs, prob]
             if stop(token):
                 break
-        return Draft.chain(ids[len(context) :], laws if told and sampler.tells_laws else ())
+        is_recorded = recorded and sampler.needs_draft_probs
+        return Draft.chain(ids[len(context) :], probs if is_recorded else ())
 
-    return Toy(say, depth)
+    return Toy(propose, depth)
 
 
 def parallel(logits: Logits, depth: int = 2) -> Toy:
-    """A row whose i-th token is drawn from a law of its own, whatever stands before it."""
+    """A chain whose i-th token is sampled from a distribution of its own, whatever stands before
+    it.
+    """
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        ids, laws = context, []
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        ids, probs = context, []
         for i in range(plan.num_tokens):
-            ((token, law),) = sampler.draw(ids, logits((*context, 7 + i)))
-            ids, laws = (*ids, token), [*laws, law]
-        return Draft.chain(ids[len(context) :], laws if sampler.tells_laws else ())
+            ((token, prob),) = sampler.sample(ids, logits((*context, 7 + i)))
+            ids, probs = (*ids, token), [*probs, prob]
+        return Draft.chain(ids[len(context) :], probs if sampler.needs_draft_probs else ())
 
-    return Toy(say, depth)
+    return Toy(propose, depth)
 
 
 def greedy(logits: Logits, depth: int = 2) -> Toy:
-    """A row of the likeliest tokens: certain."""
+    """A chain of the likeliest tokens: deterministic."""
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
         ids = context
         for _ in range(plan.num_tokens):
             ids = (*ids, int(logits(ids).argmax()))
         return Draft.chain(ids[len(context) :])
 
-    return Toy(say, depth)
+    return Toy(propose, depth)
 
 
 def lookup(seed: int, depth: int = 2, vocab_size: int = 3) -> Toy:
-    """A row that is any function of the context: certain."""
+    """A chain that is any function of the context: deterministic."""
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        return Draft.chain(
-            np.random.default_rng([seed, len(context), *context]).integers(vocab_size, size=plan.num_tokens).tolist()
-        )
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        numbers = np.random.default_rng([seed, len(context), *context])
+        return Draft.chain(numbers.integers(vocab_size, size=plan.num_tokens).tolist())
 
-    return Toy(say, depth)
+    return Toy(propose, depth)
 
 
 def fixed(token_ids: Sequence[int], parents: Sequence[int]) -> Toy:
@@ -419,78 +465,98 @@ def fixed(token_ids: Sequence[int], parents: Sequence[int]) -> Toy:
 
 
 def branches(logits: Logits, depth: int = 2, count: int = 2) -> Toy:
-    """A row of draws with further draws, without replacement, beside each: all of the row first."""
+    """A chain of samples with further samples, without replacement, beside each: all of the chain
+    first.
+    """
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
         ids, rows = context, []
         for _ in range(plan.num_tokens):
-            rows.append(_draws(sampler, ids, logits, count))
+            rows.append(_samples(sampler, ids, logits, count))
             ids = (*ids, rows[-1][0][0])
         nodes = [(*row[0], depth - 1) for depth, row in enumerate(rows)]
         nodes += [(*entry, depth - 1) for depth, row in enumerate(rows) for entry in row[1:]]
-        tokens, laws, parents = zip(*nodes, strict=True)
-        return Draft(tokens, parents, laws=laws if sampler.tells_laws else ())
+        tokens, probs, parents = zip(*nodes, strict=True)
+        return Draft(tokens, parents, draft_probs=probs if sampler.needs_draft_probs else ())
 
-    return Toy(say, depth, depth * count)
+    return Toy(propose, depth, depth * count)
 
 
-def _draws(sampler: Sampler, ids: tuple[int, ...], logits: Logits, count: int) -> list[tuple[int, Any]]:
-    """Draws without replacement; one where noise is shared, as the next best of a race cannot be gone through."""
-    return sampler.draw(ids, logits(ids), count if sampler.tells_laws else 1)
+def _samples(
+    sampler: Sampler, ids: tuple[int, ...], logits: Logits, count: int
+) -> list[tuple[int, Any]]:
+    """Samples without replacement; one where noise is shared, as the next best of perturbed scores
+    cannot be gone through.
+    """
+    return sampler.sample(ids, logits(ids), count if sampler.needs_draft_probs else 1)
 
 
 def twice(logits: Logits, depth: int = 1, count: int = 2) -> Toy:
-    """Independent rows from one law: equal siblings happen."""
+    """Independent chains from one distribution: equal siblings happen."""
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        rows = [sampled(logits, depth).say(context, plan, sampler.fork(f"row {row}")) for row in range(count)]
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        rows = [
+            sampled(logits, depth).function(context, plan, sampler.fork(f"row {row}"))
+            for row in range(count)
+        ]
         return side_by_side(rows, owned=False)
 
-    return Toy(say, depth, depth * count)
+    return Toy(propose, depth, depth * count)
 
 
-def drawn_tree(logits: Logits) -> Toy:
-    """Two draws without replacement, and two more below each."""
+def sampled_tree(logits: Logits) -> Toy:
+    """Two samples without replacement, and two more below each."""
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        top = _draws(sampler.fork("top"), context, logits, 2)
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        top = _samples(sampler.fork("top"), context, logits, 2)
         nodes = [(*entry, -1) for entry in top]
         for node, (token, _) in enumerate(top):
             ids = (*context, token)
-            nodes += [(*entry, node) for entry in _draws(sampler.fork(f"below {node}"), ids, logits, 2)]
-        tokens, laws, parents = zip(*nodes, strict=True)
-        return Draft(tokens, parents, laws=laws if sampler.tells_laws else ())
+            below_it = _samples(sampler.fork(f"below {node}"), ids, logits, 2)
+            nodes += [(*entry, node) for entry in below_it]
+        tokens, probs, parents = zip(*nodes, strict=True)
+        return Draft(tokens, parents, draft_probs=probs if sampler.needs_draft_probs else ())
 
-    return Toy(say, 2, 6)
+    return Toy(propose, 2, 6)
 
 
-def below(token: int, logits: Logits, depth: int = 2, stop: Callable[[int], bool] = lambda token: False) -> Toy:
-    """A certain token with draws below it."""
+def below(
+    token: int, logits: Logits, depth: int = 2, stop: Callable[[int], bool] = lambda token: False
+) -> Toy:
+    """A deterministic token with samples below it."""
 
-    def say(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
-        row = sampled(logits, depth - 1, stop=stop).say((*context, token), Plan(plan.num_tokens - 1, 9), sampler)
-        laws = (None, *row.laws) if row.laws else ()
-        return Draft.chain((token, *row.token_ids), laws)
+    def propose(context: tuple[int, ...], plan: Plan, sampler: Sampler) -> Draft:
+        rest = Plan.of([Share(plan.num_tokens - 1, 9)])
+        row = sampled(logits, depth - 1, stop=stop).function((*context, token), rest, sampler)
+        probs = (None, *row.draft_probs) if row.draft_probs else ()
+        return Draft.chain((token, *row.token_ids), probs)
 
-    return Toy(say, depth)
+    return Toy(propose, depth)
 
 
 class Onlooker:
-    """A drafter and a certain row that looked at its first draw, as two members; the row stands after it or before it."""
+    """A drafter and a deterministic chain that looked at its first sample, as two members; the
+    chain stands after it or before it.
+    """
 
-    def __init__(self, inner: Toy, seed: int, *, first: bool = False, depth: int = 2, vocab_size: int = 3) -> None:
+    def __init__(
+        self, inner: Toy, seed: int, *, first: bool = False, depth: int = 2, vocab_size: int = 3
+    ) -> None:
         self.inner, self.first, self.rows = inner, first, lookup(seed, depth, vocab_size)
         row = Member("onlooker", depth, depth)
         self.members = (row, *inner.members) if first else (*inner.members, row)
 
     def bind(self, target: Any) -> None: ...
 
-    def start(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int]) -> Onlooker:
+        return self
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        own, other = (plan.members[1], plan.members[0]) if self.first else plan.members
+        own, other = plan.part(0, 1), plan.part(1, 2)
+        if self.first:
+            own, other = other, own
         seen = self.inner.propose(context_ids, own, sampler)
-        row = self.rows.say((*context_ids, *seen.token_ids[:1]), other, sampler)
+        row = self.rows.function((*context_ids, *seen.token_ids[:1]), other, sampler)
         return side_by_side([row, seen] if self.first else [seen, row])
 
     def observe(self, commit: Commit) -> None: ...
@@ -501,11 +567,11 @@ def side_by_side(drafts: Sequence[Draft], *, owned: bool = True) -> Draft:
     tokens: list[int] = []
     parents: list[int] = []
     owners: list[int] = []
-    laws: list[Any] = []
+    probs: list[Any] = []
     for owner, draft in enumerate(drafts):
         parents += [parent if parent < 0 else parent + len(tokens) for parent in draft.parents]
         tokens += draft.token_ids
         owners += [owner if owned else 0] * len(draft)
-        laws += draft.laws or [None] * len(draft)
-    told = tuple(laws) if any(law is not None for law in laws) else ()
-    return Draft(tuple(tokens), tuple(parents), tuple(owners), laws=told)
+        probs += draft.draft_probs or [None] * len(draft)
+    recorded = tuple(probs) if any(each is not None for each in probs) else ()
+    return Draft(tuple(tokens), tuple(parents), tuple(owners), draft_probs=recorded)

@@ -1,37 +1,48 @@
-"""What the tests share: an independent greedy oracle, a scripted target, drafters that return what they are told."""
+"""What the tests share: an independent greedy oracle, a scripted target, drafters that propose what
+they are given.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specens.decoding.budget import FixedBudget
+from specens.decoding.budgets.base import Policy
+from specens.decoding.budgets.costs import CostTable
+from specens.decoding.budgets.fixed import FixedBudget
+from specens.decoding.dense import Recording
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
-from specens.decoding.target import Target
+from specens.decoding.target.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, TokenTree
 from specens.decoding.verify import Coupled, Verifier
-from specens.drafters.networks import NetworkConfig
-from specens.prompts import DEMO_FILE
-from specens.trained import Trained, model_fingerprint
+from specens.drafters.trained.networks import NetworkConfig
+from specens.drafters.trained.weights import Trained, model_fingerprint
+from specens.prompts.sources import DEMO_FILE
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
 def trained_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with merges, learnt from the demo prompts. `bpe`: bytes, tokens with a leading space (400 ids). `words`: 128
-    ids, unknown characters, a space put before the first word. `bos`: as `bpe`, and it puts `<bos>` in front by itself.
+    """A tokenizer with merges, learnt from the demo prompts. `bpe`: bytes, tokens with a leading
+    space (400 ids). `words`: 128 ids, unknown characters, a space put before the first word. `bos`:
+    as `bpe`, and it puts `<bos>` in front by itself.
     """
     if kind == "words":
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.Metaspace(),
+            decoders.Metaspace(),
+        )
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,12 +55,18 @@ def trained_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(DEMO_FILE.read_text(encoding="utf-8").splitlines(), trainer)
     if kind == "bos":
-        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", bos_token="<bos>")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", 2)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", bos_token="<bos>"
+    )
 
 
 def plain_greedy(model, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
-    """New ids by argmax over a full forward without any cache: independent of everything that is tested."""
+    """New ids by argmax over a full forward without any cache: independent of everything that is
+    tested.
+    """
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -60,7 +77,9 @@ def plain_greedy(model, prompt: Sequence[int], count: int, eos: Sequence[int] = 
 
 
 class ScriptedTarget:
-    """A target whose next-token logits are `fn(prefix)`: one-hot for an id, or a list of logits. Its "cache" is the prefix."""
+    """A target whose next-token logits are `fn(prefix)`: one-hot for an id, or a list of logits.
+    Its "cache" is the prefix.
+    """
 
     name = "scripted"
     device = torch.device("cpu")
@@ -69,12 +88,22 @@ class ScriptedTarget:
     tokenizer = None
     origin = None
 
-    def __init__(self, fn: Callable[[tuple[int, ...]], int | Sequence[float]], vocab_size: int = 128) -> None:
+    def __init__(
+        self, fn: Callable[[tuple[int, ...]], int | Sequence[float]], vocab_size: int = 128
+    ) -> None:
         self.fn, self.vocab_size = fn, vocab_size
 
     class Prefix:
         def __init__(self, ids: Sequence[int]) -> None:
             self.ids, self.tree, self.hidden = list(ids), TokenTree(), {}
+
+        def __enter__(self) -> ScriptedTarget.Prefix:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.close()
+
+        def close(self) -> None: ...
 
         def accept(self, path: Sequence[int]) -> None:
             self.ids += [self.tree.token_ids[node] for node in path]
@@ -85,35 +114,50 @@ class ScriptedTarget:
     def score(self, cache: Prefix, last_token: int, tree: TokenTree, layout: str) -> torch.Tensor:
         cache.ids.append(last_token)
         cache.tree = tree
-        nodes = [ROOT, *range(len(tree))]
-        return torch.stack(
-            [self._logits((*cache.ids, *(tree.token_ids[n] for n in tree.path_to(node)))) for node in nodes]
-        )
+        paths = [tree.path_to(node) for node in (ROOT, *range(len(tree)))]
+        texts = [(*cache.ids, *(tree.token_ids[node] for node in path)) for path in paths]
+        return torch.stack([self._logits(text) for text in texts])
 
     def _logits(self, prefix: tuple[int, ...]) -> torch.Tensor:
-        said = self.fn(prefix)
-        if isinstance(said, int):
-            return torch.full((self.vocab_size,), -10.0).index_fill(0, torch.tensor([said]), 10.0)
-        return torch.tensor(said, dtype=torch.float32)
+        scripted = self.fn(prefix)
+        if isinstance(scripted, int):
+            logits = torch.full((self.vocab_size,), -10.0)
+            return logits.index_fill(0, torch.tensor([scripted]), 10.0)
+        return torch.tensor(scripted, dtype=torch.float32)
 
 
 class Fake:
-    """A drafter that proposes `fn(context)`: a list of ids (a chain) or a Draft."""
+    """A drafter that proposes `fn(context)`: a list of ids (a chain) or a Draft. `commits` are
+    those of the newest sequence.
+    """
 
     def __init__(
-        self, fn: Callable[[Sequence[int]], Sequence[int] | Draft], name: str = "fake", depth: int = 8
+        self,
+        fn: Callable[[Sequence[int]], Sequence[int] | Draft],
+        name: str = "fake",
+        depth: int = 8,
     ) -> None:
         self.fn, self.members = fn, (Member(name, depth, 64),)
         self.commits: list[Commit] = []
 
     def bind(self, target) -> None: ...
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> FakeProposer:
         self.commits = []
+        return FakeProposer(self, self.commits)
 
     def propose(self, context_ids, plan, sampler) -> Draft:
-        said = self.fn(context_ids)
-        return said if isinstance(said, Draft) else Draft.chain(list(said)[: plan.num_tokens])
+        proposed = self.fn(context_ids)
+        if isinstance(proposed, Draft):
+            return proposed
+        return Draft.chain(list(proposed)[: plan.num_tokens])
+
+
+class FakeProposer:
+    """One sequence of a Fake."""
+
+    def __init__(self, drafter: Fake, commits: list[Commit]) -> None:
+        self.propose, self.commits = drafter.propose, commits
 
     def observe(self, commit: Commit) -> None:
         self.commits.append(commit)
@@ -153,16 +197,21 @@ def guesser_weights(
 
 
 def text_drafter(
-    prompt: Sequence[int], output: Sequence[int], *, name: str = "oracle", depth: int = 4, wrong: bool = False
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    name: str = "oracle",
+    depth: int = 4,
+    wrong: bool = False,
 ):
     """Knows the target's whole output; with `wrong`, every token is off by one (mod 128)."""
     whole = [*prompt, *output]
 
-    def say(context: Sequence[int]) -> list[int]:
+    def propose(context: Sequence[int]) -> list[int]:
         tokens = whole[len(context) : len(context) + depth]
         return [(token + 1) % 128 for token in tokens] if wrong else tokens
 
-    return Fake(say, name, depth)
+    return Fake(propose, name, depth)
 
 
 def decode(
@@ -180,7 +229,7 @@ def decode(
     prompt_key: str = "p",
     verifier: Verifier | None = None,
 ) -> tuple[list[int], list[StepRecord]]:
-    """New ids and step records. `seed` samples with keyed noise at temperature 1; None is greedy."""
+    """New ids and step records. `seed`: keyed noise at temperature 1; None is greedy."""
     target = target if hasattr(target, "score") else Target(target)
     drafter.bind(target)
     verifier = verifier or Coupled()
@@ -188,13 +237,25 @@ def decode(
     noise = None if seed is None else KeyedNoise(seed, prompt_key)
     sampler = sampler or Sampler(noise=noise, coupled=verifier.coupled)
     stop = stop or StopRules(len(prompt) + count, tuple(eos), target.context_limit)
-    cache, _ = decoder.prefill(prompt)
-    steps = list(decoder.decode(prompt, cache, sampler, stop))
+    steps = list(decode_steps(decoder, prompt, sampler, stop))
     return [token for step in steps for token in step.token_ids], steps
 
 
-def door(main: Callable[[], object], monkeypatch, folder: Path, *given: str) -> int:
-    """The exit code of a door's `main` for these words, run in this process and in `folder`."""
+def decode_steps(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    stop: StopRules,
+    policy: Policy | None = None,
+    recording: Recording | None = None,
+) -> Iterator[StepRecord]:
+    """The steps of one sequence, by default without knowing what they cost."""
+    policy = policy or decoder.budget.begin(decoder.drafter.members, CostTable())
+    return decoder.decode(decoder.prefill(prompt, recording), sampler, stop, policy)
+
+
+def run_command(main: Callable[[], object], monkeypatch, folder: Path, *given: str) -> int:
+    """The exit code of a command's `main` for these overrides, in this process and in `folder`."""
     monkeypatch.chdir(folder)
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     monkeypatch.setattr(sys, "argv", [main.__module__, *given, *quiet])

@@ -1,5 +1,5 @@
-"""Public bug reports of the field, one test a case (some have two), named after the case: stopping, caches, sampling,
-drafters and vocabularies, counting and timing.
+"""Public bug reports of the field, one test a case (some have two), named after the case: stopping,
+caches, sampling, drafters and vocabularies, counting and timing.
 """
 
 from __future__ import annotations
@@ -19,33 +19,52 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, ScriptedTarget, decode, plain_greedy, text_drafter
+from helpers import (
+    Fake,
+    FakeProposer,
+    ScriptedTarget,
+    decode,
+    decode_steps,
+    plain_greedy,
+    text_drafter,
+)
 from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 import specens
 from specens.analysis.metrics import summarise
 from specens.config import compose
-from specens.decoding.budget import FixedBudget
-from specens.decoding.cache import KVCache
+from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test
 from specens.decoding.loop import Decoder
 from specens.decoding.merge import merge
-from specens.decoding.sampling import KeyedNoise, Sampler, TreeAnswers
+from specens.decoding.sampling import KeyedNoise, Sampler, TreeScores
 from specens.decoding.stopping import StopRules
-from specens.decoding.target import Layout, Target
-from specens.decoding.types import ROOT, Commit, Draft, Plan, StepRecord, TokenTree, Verdict, chain_parents
+from specens.decoding.target.kv_cache import KVCache
+from specens.decoding.target.supported import Layout
+from specens.decoding.target.target import Target
+from specens.decoding.types import (
+    ROOT,
+    Commit,
+    Draft,
+    Plan,
+    Share,
+    StepRecord,
+    TokenTree,
+    Verdict,
+    chain_parents,
+)
 from specens.decoding.verify import Coupled, Residual, Verifier, acceptance, residual
 from specens.drafters.ensemble import Ensemble
-from specens.drafters.lm import LanguageModel
-from specens.drafters.ngram import NGram
+from specens.drafters.lm import LanguageModel, LanguageModelProposer
+from specens.drafters.ngram import NGram, NGramProposer
 from specens.drafters.none import NoDrafter
 from specens.drafters.scripted import Fixed
 from specens.errors import UserError
-from specens.loading import Run, load
-from specens.models import ModelSpec
+from specens.models.load import ModelSpec
+from specens.models.tiny import byte_tokenizer, random_model
+from specens.records.reader import Run, load
+from specens.records.schema import PromptRecord, frames_of
 from specens.run import run
-from specens.tables import PromptRecord, frames_of
-from specens.tiny import byte_tokenizer, random_model
 
 LAYOUTS: tuple[Layout, ...] = ("tree", "rows")
 PROMPT = (11, 12, 13, 14, 11, 12, 13)
@@ -63,13 +82,13 @@ def ups(context: Sequence[int], count: int) -> list[int]:
 
 
 def numbers(steps: Sequence[StepRecord], output: Sequence[int]) -> dict[str, Any]:
-    """The run's summary from one prompt's records, as the doors compute it."""
+    """The run's summary from one prompt's records, as the commands compute it."""
     record = PromptRecord("p", output_ids=output, num_steps=len(steps), decode_s=1.0, prefill_s=1.0)
     return summarise(*frames_of([(record, steps)]))
 
 
 def resized(model: Any, vocab_size: int) -> Any:
-    """The same weights with another number of embedding rows: rows dropped, or random ones added."""
+    """The same weights with another number of embedding rows: dropped, or random ones added."""
     other = random_model(vocab_size=vocab_size, max_position_embeddings=128, seed=9)
     with torch.no_grad():
         for mine, its in zip(other.parameters(), model.parameters(), strict=True):
@@ -91,7 +110,13 @@ def job(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
     def start(*overrides: str) -> tuple[dict[str, Any], Run]:
         folder = tmp_path / f"run-{next(count)}"
-        base = ["model@target=tiny", "drafter=ngram", "budget=fixed", "tracker=none", "prompts.chat=false"]
+        base = [
+            "model@target=tiny",
+            "drafter=ngram",
+            "budget=fixed",
+            "tracker=none",
+            "prompts.chat=false",
+        ]
         config = compose([*base, *overrides])
         summary = run(config, folder)
         return summary, load(folder)
@@ -159,7 +184,9 @@ def test_b02_every_eos_id_ends_the_text_and_a_drafters_own_does_not(tiny: Any) -
 
 
 def test_b02_the_generation_config_is_the_one_source_of_eos(tiny: Any, job: Job) -> None:
-    """The tokenizer names one end token, the generation config two: the list counts, and the results say which was used."""
+    """The tokenizer names one end token, the generation config two: the list counts, and the
+    results record which was used.
+    """
     model = copy.deepcopy(tiny)
     model.generation_config.eos_token_id = [2, 7]
     target = Target(model, byte_tokenizer())
@@ -168,12 +195,18 @@ def test_b02_the_generation_config_is_the_one_source_of_eos(tiny: Any, job: Job)
     assert eos_ids(SamplingOptions(eos_token_ids=[9]).generation_config(target)) == (9,)
 
     _, loaded = job(
-        "prompts=inline", "prompts.texts=[hello]", "sampling.eos_token_ids=[]", "sampling.max_new_tokens=24"
+        "prompts=inline",
+        "prompts.texts=[hello]",
+        "sampling.eos_token_ids=[]",
+        "sampling.max_new_tokens=24",
     )
     (free,) = outputs(loaded).values()
     first = free[8]
     summary, loaded = job(
-        "prompts=inline", "prompts.texts=[hello]", f"sampling.eos_token_ids=[{free[15]},{first}]", "drafter=oracle"
+        "prompts=inline",
+        "prompts.texts=[hello]",
+        f"sampling.eos_token_ids=[{free[15]},{first}]",
+        "drafter=oracle",
     )
     (ended,) = outputs(loaded).values()
     cut = min(free.index(first), free.index(free[15])) + 1
@@ -184,12 +217,13 @@ def test_b02_the_generation_config_is_the_one_source_of_eos(tiny: Any, job: Job)
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_b04_max_new_tokens_is_exact(count: int) -> None:
-    """Never more tokens than asked for, whatever is accepted; the last one needs no draft."""
+    """Never more tokens than requested, whatever is accepted; the last one needs no draft."""
     target = ScriptedTarget(count_up)
     expected = ups([3], count)
     for depth in range(1, 9):
         obedient = Fake(lambda context: ups(context, 8), depth=depth)
-        careless = Fake(lambda context: Draft.chain(ups(context, 8)), depth=depth)  # ignores its plan
+        # ignores its plan
+        careless = Fake(lambda context: Draft.chain(ups(context, 8)), depth=depth)
         for drafter in (obedient, careless):
             new, steps = decode(target, drafter, [3], count)
             assert (new, steps[-1].finish_reason) == (expected, "length")
@@ -213,12 +247,18 @@ def test_b04_zero_new_tokens_are_refused(tiny: Any) -> None:
 
 
 def test_b05_a_stop_string_inside_a_commit_comes_before_the_length() -> None:
-    """Rules are asked token by token: a stop string before the cap names the reason, one behind the cap never counts."""
+    """Rules are checked token by token: a stop string before the cap names the reason, one behind
+    the cap never counts.
+    """
     tree = TokenTree((10, 11, 99, 20, 21), chain_parents(5), (1, 2, 3, 4, 5), (1,) * 5)
     verdict = Verdict((0, 1, 2, 3, 4), 22)
     cap5 = StopRules(1 + 5, stop_test=lambda ids: ids[-1] == 99)
     commit = cap5.trim([1], tree, verdict)
-    assert (commit.token_ids, commit.path, commit.finish_reason) == ((10, 11, 99), (0, 1, 2), "stop")
+    assert (commit.token_ids, commit.path, commit.finish_reason) == (
+        (10, 11, 99),
+        (0, 1, 2),
+        "stop",
+    )
     late = StopRules(1 + 5, stop_test=lambda ids: ids[-1] == 22)
     commit = late.trim([1], tree, verdict)
     assert (commit.token_ids, commit.finish_reason) == ((10, 11, 99, 20, 21), "length")
@@ -227,14 +267,18 @@ def test_b05_a_stop_string_inside_a_commit_comes_before_the_length() -> None:
 
 
 def test_b05_a_stop_string_is_found_at_every_place_of_a_commit(tokenizer: Any) -> None:
-    """A stop string, split over tokens, ends the text at its last token: drafted or not, wherever in the block it lies."""
+    """A stop string, split over tokens, ends the text at its last token: drafted or not, wherever
+    in the block it lies.
+    """
     prompt = tokenizer.encode("say: ", add_special_tokens=False)
     test = stop_test(GenerationConfig(stop_strings=["ha ha"]), tokenizer)
     num_trimmed = 0
     for shift in range(10):
         before = "x" * shift + "ha ha"
         script = tokenizer.encode(before + " ha ha and on", add_special_tokens=False)
-        target = ScriptedTarget(lambda prefix, script=script: (script + [5] * 40)[len(prefix) - len(prompt)], 259)
+        target = ScriptedTarget(
+            lambda prefix, script=script: (script + [5] * 40)[len(prefix) - len(prompt)], 259
+        )
         stop = StopRules(len(prompt) + 30, (), None, test)
         for drafter in (NoDrafter(), text_drafter(prompt, script, depth=8)):
             new, steps = decode(target, drafter, prompt, stop=stop)
@@ -246,15 +290,19 @@ def test_b05_a_stop_string_is_found_at_every_place_of_a_commit(tokenizer: Any) -
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
-@pytest.mark.parametrize("say", [[7, 7, 7, 7, 2], [7, 2, 7, 2, 7], [2, 2, 2, 2, 2], [9, 9, 9]])
-def test_b06_min_new_tokens_counts_tokens_and_not_steps(depth: int, say: list[int]) -> None:
-    """A target that always wants EOS says exactly four other tokens first, however many a step commits."""
+@pytest.mark.parametrize("cycle", [[7, 7, 7, 7, 2], [7, 2, 7, 2, 7], [2, 2, 2, 2, 2], [9, 9, 9]])
+def test_b06_min_new_tokens_counts_tokens_and_not_steps(depth: int, cycle: list[int]) -> None:
+    """A target that always wants EOS outputs exactly four other tokens first, however many a step
+    commits.
+    """
     scores = [0.0] * 128
     scores[7], scores[2] = 5.0, 9.0
     prompt = [3, 4]
     processors = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(len(prompt), 4, [2])])
-    drafter = Fake(lambda context: say[(len(context) - 2) % len(say) :], depth=depth)
-    new, steps = decode(ScriptedTarget(lambda _: scores), drafter, prompt, 20, eos=[2], sampler=Sampler(processors))
+    drafter = Fake(lambda context: cycle[(len(context) - 2) % len(cycle) :], depth=depth)
+    new, steps = decode(
+        ScriptedTarget(lambda _: scores), drafter, prompt, 20, eos=[2], sampler=Sampler(processors)
+    )
     assert new == [7, 7, 7, 7, 2]
     assert steps[-1].finish_reason == "eos"
 
@@ -262,18 +310,20 @@ def test_b06_min_new_tokens_counts_tokens_and_not_steps(depth: int, say: list[in
 # B. Greedy verification and caches
 
 COPYING = (
-    'Fill in: {"type": "object", "done": true, "open": true, "name": "a"} -> {"done": true, "name": "b", "open": true, ',
+    'Fill in: {"type": "object", "done": true, "open": true, "name": "a"} -> '
+    '{"done": true, "name": "b", "open": true, ',
     "The cat sits on the mat. The cat sits on the mat. Continue with 2 more.",
     "def f(x):\n    return x + 1\n\nRename x to y:\ndef f(y):\n    return y + 1\n\ndef f(",
 )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_b08_copy_heavy_prompts_stay_plain_greedy(tokenizer: Any, layout: Layout) -> None:
-    """n-gram drafts that are accepted in part leave the text as plain greedy writes it."""
+def test_b08_copy_heavy_prompts_stay_greedy(tokenizer: Any, layout: Layout) -> None:
+    """n-gram drafts that are accepted in part leave the text as AR decoding writes it."""
     partly, lengths = 0, set()
     for seed, text in enumerate(COPYING):
-        # With such weights the text repeats itself, but not for ever: drafts are accepted, and often only in part.
+        # With such weights the text repeats itself, but not for ever: drafts are accepted, and
+        # often only in part.
         model = random_model(seed=seed, initializer_range=0.2)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         base = plain_greedy(model, prompt, 48)
@@ -295,10 +345,27 @@ def _partly_right(whole: Sequence[int], context: Sequence[int]) -> list[int]:
     return [(token + 1) % 128 if i == wrong else token for i, token in enumerate(tokens)]
 
 
+def spied_proposers(drafter: LanguageModel) -> list[LanguageModelProposer]:
+    """The proposers that the drafter makes from now on."""
+    made: list[LanguageModelProposer] = []
+    begin = drafter.begin
+
+    def spy(prompt_ids: Sequence[int]) -> LanguageModelProposer:
+        made.append(begin(prompt_ids))
+        return made[-1]
+
+    drafter.begin = spy  # pyright: ignore
+    return made
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [FixedBudget(), FixedBudget(first_only=True)])
-def test_b09_a_drafter_with_the_targets_weights_is_always_right(tiny: Any, layout: Layout, budget: Any) -> None:
-    """Its cache ends every step at the committed text: after full acceptance, after losing, and after idle rounds."""
+def test_b09_a_drafter_with_the_targets_weights_is_always_right(
+    tiny: Any, layout: Layout, budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache ends every step at the committed text: after full acceptance, after losing, and
+    after idle rounds.
+    """
     base = plain_greedy(tiny, PROMPT, 60)
     alone = LanguageModel(copy.deepcopy(tiny), num_draft_tokens=3)
     new, steps = decode(tiny, alone, PROMPT, 60, layout=layout)
@@ -308,114 +375,158 @@ def test_b09_a_drafter_with_the_targets_weights_is_always_right(tiny: Any, layou
     whole = [*PROMPT, *base]
     same = LanguageModel(copy.deepcopy(tiny), num_draft_tokens=3)
     cached: list[tuple[int, int]] = []
-    rival = Fake(lambda context: whole[len(context) : len(context) + (6 if len(context) % 3 else 0)], "rival")
-    rival.observe = lambda commit: cached.append((same.cached_tokens, len(commit.token_ids)))  # pyright: ignore
-    new, steps = decode(tiny, Ensemble({"rival": rival, "same": same}), PROMPT, 60, layout=layout, budget=budget)
+    proposers = spied_proposers(same)
+    observe = FakeProposer.observe
+
+    def spy(self: FakeProposer, commit: Commit) -> None:
+        cached.append((proposers[0]._cache.length, len(commit.token_ids)))
+        observe(self, commit)
+
+    monkeypatch.setattr(FakeProposer, "observe", spy)
+    rival = Fake(
+        lambda context: whole[len(context) : len(context) + (6 if len(context) % 3 else 0)], "rival"
+    )
+    new, steps = decode(
+        tiny, Ensemble({"rival": rival, "same": same}), PROMPT, 60, layout=layout, budget=budget
+    )
     assert new == base
     mine = [step.members[1] for step in steps]
     assert all(member.num_matched == member.num_drafted for member in mine)
-    assert any(step.num_accepted > member.num_matched for step, member in zip(steps, mine, strict=True))
+    assert any(
+        step.num_accepted > member.num_matched for step, member in zip(steps, mine, strict=True)
+    )
     assert any(member.num_drafted for member in mine)
     committed = len(PROMPT)
-    for held, count in cached:  # seen before `same` observes: at most what was committed, and its own draft
+    # seen before `same` observes: at most what was committed, and its own draft
+    for held, count in cached:
         assert held <= committed + 3
         committed += count
-    assert same.cached_tokens <= committed - 1
+    assert len(proposers) == 1 and proposers[0]._cache.length <= committed - 1
     if budget.first_only:
         assert any(member.num_drafted == 0 for member in mine[:-1])  # idle rounds happened
 
 
 @pytest.mark.parametrize("budget", [FixedBudget(), FixedBudget(first_only=True)])
-def test_b09_a_drafter_that_is_often_wrong_drafts_from_the_committed_text_alone(budget: Any) -> None:
-    """After each step, lost or idle, it proposes what its own model says of the committed text: nothing rejected remains."""
+def test_b09_a_drafter_that_is_often_wrong_drafts_from_the_committed_text_alone(
+    budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step, lost or idle, it proposes what its own model outputs after the committed
+    text: nothing rejected remains.
+    """
     model = random_model(vocab_size=128, initializer_range=0.2)
     small = copy.deepcopy(model)
     with torch.no_grad():  # near enough to be right at times
         for parameter in small.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     base = plain_greedy(model, PROMPT, 60)
     whole = [*PROMPT, *base]
-    rival = Fake(lambda context: whole[len(context) : len(context) + (3 if len(context) % 3 == 0 else 0)], "rival")
+    rival = Fake(
+        lambda context: whole[len(context) : len(context) + (3 if len(context) % 3 == 0 else 0)],
+        "rival",
+    )
     drafter = LanguageModel(small, num_draft_tokens=4)
     proposed: list[tuple[list[int], Draft]] = []
-    propose = drafter.propose
+    propose = LanguageModelProposer.propose
 
-    def spy(context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        draft = propose(context_ids, plan, sampler)
+    def spy(self: Any, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
+        draft = propose(self, context_ids, plan, sampler)
         proposed.append((list(context_ids), draft))
         return draft
 
-    drafter.propose = spy  # pyright: ignore
-    new, steps = decode(model, Ensemble({"rival": rival, "small": drafter}), PROMPT, 60, budget=budget)
+    monkeypatch.setattr(LanguageModelProposer, "propose", spy)
+    new, steps = decode(
+        model, Ensemble({"rival": rival, "small": drafter}), PROMPT, 60, budget=budget
+    )
     assert new == base
     assert {step.members[1].num_matched for step in steps} >= {0, 1}
     for context, draft in proposed:
         assert list(draft.token_ids) == plain_greedy(small, context, len(draft))
 
 
-def test_b10_rollback_keeps_as_many_positions_as_it_is_told() -> None:
-    """`rollback(keep)` means the number to keep, whatever the installed transformers' `crop` means."""
+def test_b10_rollback_keeps_as_many_positions_as_are_given() -> None:
+    """`rollback(keep)` means the number to keep, whatever transformers' `crop` means."""
     for keep in (3, 2, 0):
         cache = KVCache()
         keys = torch.arange(3.0).reshape(1, 1, 3, 1)
-        cache.states.update(keys, keys, 0)
+        cache.dynamic().update(keys, keys, 0)
         cache.rollback(keep)
         assert cache.length == keep
-        assert cache.states.layers[0].keys.flatten().tolist() == [0.0, 1.0, 2.0][:keep]
+        assert cache.dynamic().layers[0].keys.flatten().tolist() == [0.0, 1.0, 2.0][:keep]
         for wrong in (-1, keep + 1):
             with pytest.raises(ValueError, match="cannot keep"):
                 cache.rollback(wrong)
 
 
-def test_b11_a_fork_is_reported_with_its_place_and_margin(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 is identical; in bfloat16, and with a faulty verifier, the first fork and the target's margin there are told."""
-    words = ("prompts.limit=2", "sampling.max_new_tokens=12", "drafter=oracle", "sampling.eos_token_ids=[]")
-    summary, loaded = job(*words)
+def test_b11_a_divergence_is_reported_with_its_place_and_logit_gap(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 is identical; in bfloat16, and with a faulty verifier, the first divergence and the
+    target's logit gap there are recorded.
+    """
+    overrides = (
+        "prompts.limit=2",
+        "sampling.max_new_tokens=12",
+        "drafter=oracle",
+        "sampling.eos_token_ids=[]",
+    )
+    summary, loaded = job(*overrides)
     assert loaded.prompts.is_identical.tolist() == [True, True]
-    assert loaded.prompts.fork_at.isna().all() and loaded.prompts.fork_margin.isna().all()
+    assert loaded.prompts.divergence.isna().all() and loaded.prompts.logit_gap.isna().all()
     assert summary["num_identical"] == 2
 
-    _, half = job(*words, "target.dtype=bfloat16")
+    _, half = job(*overrides, "target.dtype=bfloat16")
     for row in half.prompts.itertuples():
         same = list(row.output_ids) == list(row.baseline_ids)
         assert row.is_identical == same
-        assert same == (row.fork_at != row.fork_at)  # NaN: no fork
-        assert same or row.fork_margin < 0.5
+        assert same == (row.divergence != row.divergence)  # NaN: none
+        assert same or row.logit_gap < 0.5
 
-    def faulty(self: Coupled, tree: TokenTree, answers: Any) -> Verdict:
-        token = answers.pick(ROOT)
+    def faulty(self: Coupled, tree: TokenTree, scores: Any) -> Verdict:
+        token = scores.target_token(ROOT)
         return Verdict(
             (), (token + 1) % 128 if len(tree) == 3 else token
         )  # a logic fault, only where three were drafted
 
     monkeypatch.setattr(Coupled, "__call__", faulty)
-    summary, wrong = job(*words)
+    summary, wrong = job(*overrides)
     model = random_model()
     assert summary["num_identical"] == 0
     for row in wrong.prompts.itertuples():
         output, base = list(row.output_ids), list(row.baseline_ids)
-        fork = int(row.fork_at)
+        at = int(row.divergence)
         assert not row.is_identical
-        assert output[:fork] == base[:fork] and output[fork] != base[fork]
+        assert output[:at] == base[:at] and output[at] != base[at]
         with torch.no_grad():
-            logits = model(torch.tensor([[*row.prompt_ids, *base[:fork]]]), use_cache=False).logits[0, -1]
+            logits = model(torch.tensor([[*row.prompt_ids, *base[:at]]]), use_cache=False).logits[
+                0, -1
+            ]
         best, second = logits.topk(2).values.tolist()
-        assert row.fork_margin == pytest.approx(best - second, abs=1e-3)
+        assert row.logit_gap == pytest.approx(best - second, abs=1e-3)
 
 
 WINDOWED = (
     ("mistral", {"sliding_window": 8}),
     (
         "qwen3",
-        {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
 )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(("model_type", "options"), WINDOWED)
-def test_b12_a_sliding_window_is_rolled_back_exactly(model_type: str, options: dict, attention: str) -> None:
-    """Past its window a target with rejected drafts still writes what it writes alone; so does a drafter of its kind."""
+def test_b12_a_sliding_window_is_rolled_back_exactly(
+    model_type: str, options: dict, attention: str
+) -> None:
+    """Past its window a target with rejected drafts still writes what it writes alone; so does a
+    drafter of its kind.
+    """
     model = random_model(model_type, vocab_size=128, max_position_embeddings=128, **options)
     model.set_attn_implementation(attention)
     prompt = [(7 * i) % 120 + 3 for i in range(20)]
@@ -435,14 +546,12 @@ def test_b12_a_sliding_window_is_rolled_back_exactly(model_type: str, options: d
 
 @pytest.mark.parametrize(
     ("model_type", "options"),
-    [
-        ("mamba", {}),
-        ("qwen3_next", {}),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    ],
+    [("mamba", {}), ("qwen3_next", {}), ("lfm2", {"layer_types": ["conv", "full_attention"]})],
 )
 def test_b12_a_running_state_is_refused_by_name(model_type: str, options: dict) -> None:
-    """What cannot be cut back after a rejected draft is refused at start, as a target and as a drafter."""
+    """What cannot be cut back after a rejected draft is refused at start, as a target and as a
+    drafter.
+    """
     model = random_model(model_type, **options)
     with pytest.raises(UserError, match=rf"{model_type}.*cannot be rolled back"):
         Target(model)
@@ -470,7 +579,9 @@ def test_b13_a_branching_tree_scores_every_branch_as_if_alone(tiny: Any, layout:
         logits = target.score(cache, PROMPT[-1], TREE, layout)
         for each in (ROOT, *range(5)):
             branch = [TREE.token_ids[n] for n in TREE.path_to(each)]
-            torch.testing.assert_close(logits[each + 1], alone([*PROMPT, *branch]), atol=1e-9, rtol=0)
+            torch.testing.assert_close(
+                logits[each + 1], alone([*PROMPT, *branch]), atol=1e-9, rtol=0
+            )
         cache.accept(path)
         text = [*PROMPT, *(TREE.token_ids[n] for n in path), 40]
         assert cache.length == len(text) - 1
@@ -480,17 +591,21 @@ def test_b13_a_branching_tree_scores_every_branch_as_if_alone(tiny: Any, layout:
 
 
 def test_b13_whichever_branch_is_right_the_output_is_the_targets(tiny: Any) -> None:
-    """Three drafters that part at different depths; now one, now another is right; tree, rows and plain agree."""
+    """Three drafters that part at different depths; now one, now another is right; tree, rows and
+    AR decoding agree.
+    """
     base = plain_greedy(tiny, PROMPT, 40)
     whole = [*PROMPT, *base]
 
     def right_for(turn: int) -> Fake:
-        def say(context: Sequence[int]) -> list[int]:
+        def propose(context: Sequence[int]) -> list[int]:
             tokens = whole[len(context) : len(context) + 4]
             right = 4 if len(context) % 3 == turn else turn
-            return [token if i < right else (token + 1 + turn) % 128 for i, token in enumerate(tokens)]
+            return [
+                token if i < right else (token + 1 + turn) % 128 for i, token in enumerate(tokens)
+            ]
 
-        return Fake(say, depth=4)
+        return Fake(propose, depth=4)
 
     for layout in LAYOUTS:
         trio = Ensemble({name: right_for(turn) for turn, name in enumerate("abc")})
@@ -509,13 +624,16 @@ def test_b14_more_than_one_prompt_at_once_is_refused(tiny: Any) -> None:
 
 
 def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_path: Path) -> None:
-    """Sampling options change the speculative text as they change plain text; unknown ones are refused, naming them."""
+    """Sampling options change the speculative text as they change the AR text; unknown ones are
+    refused, naming them.
+    """
     with pytest.raises(UserError, match="num_beams"):
         merge_options(Target(tiny), None, num_beams=4)
     with pytest.raises(UserError, match="num_return_sequences"):
         merge_options(Target(tiny), None, num_return_sequences=2)
 
-    with pytest.raises(Exception, match="num_beams"):  # Hydra's own exception, one line at the command line
+    # Hydra's own exception, one line at the command line
+    with pytest.raises(Exception, match="num_beams"):
         job("sampling.num_beams=4")
     with pytest.raises(UserError, match="num_beams"):
         job("+sampling.num_beams=4")
@@ -524,15 +642,21 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
 
     model = random_model()
     target = Target(model, byte_tokenizer())
-    spec = specens.attach(model, byte_tokenizer(), drafters=[NGram(), LanguageModel(random_model(seed=1))])
-    plain = specens.attach(model, byte_tokenizer(), drafters=[])
+    spec = specens.attach(
+        model, byte_tokenizer(), drafters=[NGram(), LanguageModel(random_model(seed=1))]
+    )
+    baseline = specens.attach(model, byte_tokenizer(), drafters=[])
     prompt = byte_tokenizer().encode("abcabcab")
 
     def texts(**options: Any) -> tuple[int, ...]:
-        config = SamplingOptions(max_new_tokens=24, **{"temperature": 0.6, "eos_token_ids": [], **options})
+        config = SamplingOptions(
+            max_new_tokens=24, **{"temperature": 0.6, "eos_token_ids": [], **options}
+        )
         drafted, alone = (
-            each.complete(prompt, config.generation_config(target), seed=0, prompt_key="p").output_ids
-            for each in (spec, plain)
+            each.speculator.complete(
+                prompt, config.generation_config(target), seed=0, prompt_key="p"
+            ).output_ids
+            for each in (spec, baseline)
         )
         assert drafted == alone
         return drafted
@@ -555,14 +679,14 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
 
 def test_b16_the_ngram_size_reaches_the_drafter(job: Job) -> None:
     """Different n-gram settings are different runs, not one code path measured twice."""
-    words = (
+    overrides = (
         "prompts=inline",
         "prompts.texts=[abcdabceabcfabcd]",
         "sampling.max_new_tokens=24",
         "sampling.eos_token_ids=[]",
     )
-    _, short = job(*words, "drafter.max_ngram=1")
-    _, long = job(*words, "drafter.max_ngram=5", "drafter.min_ngram=5")
+    _, short = job(*overrides, "drafter.max_ngram=1")
+    _, long = job(*overrides, "drafter.max_ngram=5", "drafter.min_ngram=5")
     assert outputs(short) == outputs(long)
     assert short.drafts.num_drafted.sum() != long.drafts.num_drafted.sum()
 
@@ -577,47 +701,67 @@ P, Q = (
 
 
 def test_b17_the_residual_is_normalised_and_never_empty() -> None:
-    """min(p, q) is accepted, and the rest comes from (p - q)+ over its sum; equal laws leave the target's own."""
+    """min(p, q) is accepted, and the rest comes from (p - q)+ over its sum; equal distributions
+    leave the target's own.
+    """
     accepted = sum(float(Q[x]) * acceptance(P, Q, x) for x in range(4))
     assert accepted == pytest.approx(0.9, abs=1e-12)
     left = residual(P, Q)
     assert left.tolist() == pytest.approx([0, 0, 0.5, 0.5], abs=1e-12)
-    law = [float(Q[x]) * acceptance(P, Q, x) + (1 - accepted) * float(left[x]) for x in range(4)]
-    assert law == pytest.approx(P.tolist(), abs=1e-12)
-    assert torch.equal(residual(P, P.clone()), P) and all(acceptance(P, P, x) == 1 for x in range(4))
+    emitted = [
+        float(Q[x]) * acceptance(P, Q, x) + (1 - accepted) * float(left[x]) for x in range(4)
+    ]
+    assert emitted == pytest.approx(P.tolist(), abs=1e-12)
+    assert torch.equal(residual(P, P.clone()), P) and all(
+        acceptance(P, P, x) == 1 for x in range(4)
+    )
 
 
-@pytest.mark.parametrize("drawn_from", ["argmax", "temperature", "top_k"])
-def test_b18_a_draw_is_tested_with_the_law_it_was_drawn_from(drawn_from: str) -> None:
-    """However a drafter draws: told by the law of that very draw, or as certain, the text keeps the target's law."""
-    laws = {
+ONE = Plan.of([Share(1, 1)])
+"""One token of one drafter."""
+
+
+@pytest.mark.parametrize("sampled_from", ["argmax", "temperature", "top_k"])
+def test_b18_a_sample_is_tested_with_the_distribution_it_was_sampled_from(
+    sampled_from: str,
+) -> None:
+    """However a drafter samples: with the draft_probs of that very sample, or as deterministic, the
+    text keeps the target's distribution.
+    """
+    all_probs = {
         "argmax": None,
         "temperature": (Q.log() / 0.7).softmax(-1),
         "top_k": Q.log().masked_fill(Q < 0.2, -torch.inf).softmax(-1),
     }
-    law, logits = laws[drawn_from], P.log().expand(2, 4)
+    probs, logits = all_probs[sampled_from], P.log().expand(2, 4)
     count, first = 12_000, Counter()
     for seed in range(count):
         sampler = Sampler(noise=KeyedNoise(seed, "p"), coupled=False)
         drafter = sampler.fork("step 1").fork("lm")
-        token = 0 if law is None else drafter.draw([0], law.log())[0][0]
-        tree = merge(Draft.chain([token], () if law is None else (law,)), Plan(1, 1))
-        verdict = Residual()(tree, TreeAnswers(sampler, [0], tree, logits))
+        token = 0 if probs is None else drafter.sample([0], probs.log())[0][0]
+        draft_probs = () if probs is None else (probs,)
+        tree = merge(Draft.chain([token], draft_probs), ONE)
+        verdict = Residual()(tree, TreeScores(sampler, [0], tree, logits))
         first[token if verdict.path else verdict.target_token] += 1
     for token in range(4):
-        assert first[token] / count == pytest.approx(float(P[token]), abs=0.018)  # 4 standard deviations
+        # 4 standard deviations
+        assert first[token] / count == pytest.approx(float(P[token]), abs=0.018)
 
 
 @pytest.mark.parametrize("verifier", [Coupled(), Residual()], ids=lambda verifier: verifier.name)
-def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probability(verifier: Verifier) -> None:
-    """p = (.5, .3, .2) and the draft says token 1: accepted in .3 of the runs, and the law of the output stays p."""
+def test_b19_a_draft_without_probabilities_is_accepted_with_the_targets_probability(
+    verifier: Verifier,
+) -> None:
+    """p = (.5, .3, .2) and the draft is token 1: accepted in .3 of the runs, and the distribution
+    of the output stays p.
+    """
     probs = torch.tensor([0.5, 0.3, 0.2])
-    tree = merge(Draft.chain([1]), Plan(1, 1))
+    tree = merge(Draft.chain([1]), ONE)
     logits = probs.log().expand(2, 3)
     count, accepted, first = 12_000, 0, Counter()
     for seed in range(count):
         sampler = Sampler(noise=KeyedNoise(seed, "p"), coupled=verifier.coupled)
-        verdict = verifier(tree, TreeAnswers(sampler, [0], tree, logits))
+        verdict = verifier(tree, TreeScores(sampler, [0], tree, logits))
         accepted += len(verdict.path)
         first[1 if verdict.path else verdict.target_token] += 1
     assert accepted / count == pytest.approx(0.3, abs=0.016)  # 3.8 standard deviations
@@ -639,16 +783,19 @@ def _a_or_e(prefix: Sequence[int]) -> list[float]:
 
 @pytest.mark.parametrize("verifier", [Coupled(), Residual()], ids=lambda verifier: verifier.name)
 def test_b20_several_drafters_do_not_bias_the_first_token(verifier: Verifier) -> None:
-    """Three rows begin with A and one with E, the target gives half to each: A comes first in half of the runs."""
+    """Three rows begin with A and one with E, the target gives half to each: A comes first in half
+    of the runs.
+    """
     target = ScriptedTarget(_a_or_e, 8)
-    draft = Ensemble({name: Fake(lambda _, row=row: row) for name, row in ROWS.items()}).propose(
-        [0], Plan(2, 8, (Plan(2, 2),) * 4), Sampler()
-    )
-    tree = merge(draft, Plan(2, 8), ())
+    ensemble = Ensemble({name: Fake(lambda _, row=row: row) for name, row in ROWS.items()})
+    plan = Plan((Share(2, 2),) * 4, 8)
+    tree = merge(ensemble.begin([0]).propose([0], plan, Sampler()), plan)
     logits = target.score(target.prefill([0]), 0, tree, "tree")
     count, first, lengths = 10_000, Counter(), Counter()
     for seed in range(count):
-        verdict = verifier(tree, TreeAnswers(Sampler(noise=KeyedNoise(seed, "p")), [0], tree, logits))
+        verdict = verifier(
+            tree, TreeScores(Sampler(noise=KeyedNoise(seed, "p")), [0], tree, logits)
+        )
         emitted = [*(tree.token_ids[n] for n in verdict.path), verdict.target_token]
         first[emitted[0]] += 1
         lengths[len(verdict.path)] += 1
@@ -659,23 +806,33 @@ def test_b20_several_drafters_do_not_bias_the_first_token(verifier: Verifier) ->
 
 
 def test_b20_neither_the_order_nor_a_copy_of_a_drafter_changes_the_text() -> None:
-    """For each seed all teams, and no team, give the same tokens."""
+    """For each seed all ensembles, and none, give the same tokens."""
     target = ScriptedTarget(_a_or_e, 8)
 
     def text(names: Sequence[str], seed: int) -> list[int]:
-        members = {f"{name}{i}": Fake(lambda _, row=ROWS[name]: row) for i, name in enumerate(names)}
+        members = {
+            f"{name}{i}": Fake(lambda _, row=ROWS[name]: row) for i, name in enumerate(names)
+        }
         return decode(target, Ensemble(members), [0], 6, seed=seed)[0]
 
-    teams = (["ab", "ac", "ad", "ef"], ["ef", "ad", "ac", "ab"], ["ab", "ac", "ad", "ef", "ef", "ab"], ["ef"], [])
+    ensembles = (
+        ["ab", "ac", "ad", "ef"],
+        ["ef", "ad", "ac", "ab"],
+        ["ab", "ac", "ad", "ef", "ef", "ab"],
+        ["ef"],
+        [],
+    )
     seen = set()
     for seed in range(60):
-        (only,) = {tuple(text(names, seed)) for names in teams}
+        (only,) = {tuple(text(names, seed)) for names in ensembles}
         seen.add(only)
     assert len(seen) > 50
 
 
 def test_b22_temperature_zero_is_greedy_and_nonsense_is_refused(tiny: Any) -> None:
-    """0 means argmax, also with sampling switched on; a tiny temperature gives no NaN; negative and NaN are refused."""
+    """0 means argmax, also with sampling switched on; a tiny temperature gives no NaN; negative and
+    NaN are refused.
+    """
     base = plain_greedy(tiny, PROMPT, 12)
     spec = specens.attach(tiny, drafters=["ngram", tiny])
     ids = torch.tensor([PROMPT])
@@ -685,29 +842,37 @@ def test_b22_temperature_zero_is_greedy_and_nonsense_is_refused(tiny: Any) -> No
         {"do_sample": False},
     ):
         assert spec.generate(ids, max_new_tokens=12, **options)[0].tolist() == [*PROMPT, *base]
-    assert spec.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.0)[0].tolist() != [*PROMPT, *base]
+    assert spec.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.0)[0].tolist() != [
+        *PROMPT,
+        *base,
+    ]
     for nonsense in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UserError, match="temperature"):
             spec.generate(ids, max_new_tokens=12, do_sample=True, temperature=nonsense)
         with pytest.raises(UserError, match="temperature"):
             SamplingOptions(temperature=nonsense)
     target = Target(tiny, byte_tokenizer())
-    assert [SamplingOptions(temperature=t).generation_config(target).do_sample for t in (0.0, 0.7)] == [False, True]
+    assert [
+        SamplingOptions(temperature=t).generation_config(target).do_sample for t in (0.0, 0.7)
+    ] == [False, True]
 
 
 def test_b23_a_prompts_text_depends_on_its_seed_and_id_alone(
     job: Job, jsonl: Callable[..., str], cache: Path, tmp_path: Path
 ) -> None:
-    """Again, in another order, alone, with other drafters, in another process: the same sampled text per prompt id."""
+    """Again, in another order, alone, with other drafters, in another process: the same sampled
+    text per prompt id.
+    """
     rows = [{"id": name, "text": "aab aab aab"} for name in ("one", "two", "three")]
     rows.append({"id": "four", "text": "another text"})
     sampled = ("sampling.temperature=1", "sampling.max_new_tokens=12", "sampling.eos_token_ids=[]")
 
-    def texts(rows: Sequence[dict], *words: str) -> dict[str, list[int]]:
-        return outputs(job("prompts=jsonl", jsonl(*rows), *sampled, *words)[1])
+    def texts(rows: Sequence[dict], *overrides: str) -> dict[str, list[int]]:
+        return outputs(job("prompts=jsonl", jsonl(*rows), *sampled, *overrides)[1])
 
     first = texts(rows)
-    assert len({tuple(ids) for ids in first.values()}) == 4  # one text for three ids: not one stream for all
+    # one text for three ids: not one stream for all
+    assert len({tuple(ids) for ids in first.values()}) == 4
     torch.manual_seed(1)
     assert texts(rows) == first
     assert texts(rows[::-1], "drafter=none", "baseline=false") == first
@@ -715,8 +880,15 @@ def test_b23_a_prompts_text_depends_on_its_seed_and_id_alone(
     assert texts(rows[:1], "sampling.seed=1")["one"] != first["one"]
 
     folder = tmp_path / "other-process"
-    words = ["model@target=tiny", "drafter=ngram", "tracker=none", "prompts.chat=false", "prompts=jsonl", jsonl(*rows)]
-    command = [sys.executable, "-m", "specens.run", *words, *sampled, f"hydra.run.dir={folder}"]
+    overrides = [
+        "model@target=tiny",
+        "drafter=ngram",
+        "tracker=none",
+        "prompts.chat=false",
+        "prompts=jsonl",
+        jsonl(*rows),
+    ]
+    command = [sys.executable, "-m", "specens.run", *overrides, *sampled, f"hydra.run.dir={folder}"]
     environment = {**os.environ, "SPECENS_CACHE": str(cache), "PYTHONHASHSEED": "7"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -726,13 +898,20 @@ def test_b23_a_prompts_text_depends_on_its_seed_and_id_alone(
 # D. Drafters, vocabularies, prompt edges
 
 
-def test_b25_silence_is_not_token_zero() -> None:
-    """Without a match nothing is drafted, verified or accepted, though the target wants token 0 and nothing else."""
-    silent = NGram(min_ngram=40, max_ngram=40)
-    new, steps = decode(ScriptedTarget(lambda _: 0), silent, [5, 6, 7], 20)
+def test_b25_an_empty_draft_is_not_token_zero() -> None:
+    """Without a match nothing is drafted, verified or accepted, though the target wants token 0 and
+    nothing else.
+    """
+    idle = NGram(min_ngram=40, max_ngram=40)
+    new, steps = decode(ScriptedTarget(lambda _: 0), idle, [5, 6, 7], 20)
     assert new == [0] * 20
-    assert all((s.num_nodes, s.num_accepted, s.num_emitted, s.members[0].num_drafted) == (0, 0, 1, 0) for s in steps)
-    new, steps = decode(ScriptedTarget(lambda _: 0), Ensemble({"silent": silent, "zero": Fixed([0])}), [5, 6, 7], 20)
+    assert all(
+        (s.num_nodes, s.num_accepted, s.num_emitted, s.members[0].num_drafted) == (0, 0, 1, 0)
+        for s in steps
+    )
+    new, steps = decode(
+        ScriptedTarget(lambda _: 0), Ensemble({"idle": idle, "zero": Fixed([0])}), [5, 6, 7], 20
+    )
     assert new == [0] * 20
     assert [step.num_accepted for step in steps] == [1] * 10
     assert {step.token_owners for step in steps} == {(2, 0)}
@@ -740,9 +919,11 @@ def test_b25_silence_is_not_token_zero() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b25_padding_is_never_accepted(layout: Layout) -> None:
-    """Short rows are padded with the last token; a target that repeats its last token must not get the padding for free."""
+    """Short rows are padded with the last token; a target that repeats its last token must not get
+    the padding for free.
+    """
     model = random_model(vocab_size=16, max_position_embeddings=64)
-    with torch.no_grad():  # every position says what it reads
+    with torch.no_grad():  # every position outputs what it reads
         for parameter in model.model.layers.parameters():
             parameter.zero_()
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -754,19 +935,25 @@ def test_b25_padding_is_never_accepted(layout: Layout) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "constant", "period"])
 def test_b27_the_work_of_a_proposal_does_not_grow_with_the_prompt(kind: str) -> None:
-    """Neither Python steps nor memory of `propose` and `observe` depend on the length of the text."""
+    """Neither Python steps nor memory of `propose` and `observe` grow with the text."""
     short, long = (_ngram_work(kind, length) for length in (2_000, 32_000))
     assert long[0] <= 2 * short[0]
     assert long[1] <= 2 * short[1] + 16_384  # a copy of the long text alone would be 256 kB
 
 
 def _ngram_work(kind: str, length: int) -> tuple[int, int]:
-    """(lines executed, median of the peak bytes allocated) over 20 steps on a text of `length` tokens."""
+    """(lines executed, median of the peak bytes allocated) over 20 steps on a text of `length`
+    tokens.
+    """
     rng = random.Random(0)
-    texts = {"random": lambda _: rng.randrange(50), "constant": lambda _: 7, "period": lambda i: i % 9}
+    texts = {
+        "random": lambda _: rng.randrange(50),
+        "constant": lambda _: 7,
+        "period": lambda i: i % 9,
+    }
     ids = [texts[kind](i) for i in range(length)]
-    ngram = NGram(num_draft_tokens=5, num_continuations=2, max_ngram=5)
-    ngram.start(ids)
+    ngram = NGram(num_draft_tokens=5, num_continuations=2, max_ngram=5).begin(ids)
+    plan = Plan.of([Share(5, 20)])
     lines, peaks = 0, []
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -781,7 +968,7 @@ def _ngram_work(kind: str, length: int) -> tuple[int, int]:
             tracemalloc.reset_peak()
             held = tracemalloc.get_traced_memory()[0]
             sys.settrace(trace)
-            draft = ngram.propose(ids, Plan(5, 20), Sampler())
+            draft = ngram.propose(ids, plan, Sampler())
             ngram.observe(Commit((), (draft.token_ids[0],)))
             ids.append(draft.token_ids[0])
             sys.settrace(before)
@@ -793,12 +980,23 @@ def _ngram_work(kind: str, length: int) -> tuple[int, int]:
 
 
 def test_b29_nothing_is_left_over_from_earlier_prompts_or_runs(job: Job) -> None:
-    """The same prompt again, in a run or in the next run, is drafted and accepted alike; so it is in another order."""
-    words = ("prompts=inline", "sampling.max_new_tokens=24", "sampling.eos_token_ids=[]", "baseline=false")
-    team = ("drafter=untrained", "drafter@drafter.members.quantized=lm", "model@drafter.members.quantized.model=tiny")
+    """The same prompt again, in a run or in the next run, is drafted and accepted alike; so it is
+    in another order.
+    """
+    overrides = (
+        "prompts=inline",
+        "sampling.max_new_tokens=24",
+        "sampling.eos_token_ids=[]",
+        "baseline=false",
+    )
+    ensemble = (
+        "drafter=untrained",
+        "drafter@drafter.members.quantized=lm",
+        "model@drafter.members.quantized.model=tiny",
+    )
 
     def counts(texts: str) -> list[list[tuple[int, ...]]]:
-        _, loaded = job(*words, *team, f"prompts.texts={texts}")
+        _, loaded = job(*overrides, *ensemble, f"prompts.texts={texts}")
         columns = ["step", "num_drafted", "num_verified", "num_matched"]
         groups = loaded.drafts.groupby("prompt_id", sort=True)
         return [[tuple(row) for row in group[columns].to_numpy().tolist()] for _, group in groups]
@@ -812,21 +1010,28 @@ def test_b29_nothing_is_left_over_from_earlier_prompts_or_runs(job: Job) -> None
 
 
 @pytest.mark.parametrize("vocab_size", [120, 136])
-def test_b31_padded_and_shortened_vocabularies_draft_and_stay_lossless(tiny: Any, vocab_size: int) -> None:
-    """A drafter of the same tokenizer with more or fewer embedding rows: lossless greedy and sampling, good acceptance."""
+def test_b31_padded_and_shortened_vocabularies_draft_and_stay_lossless(
+    tiny: Any, vocab_size: int
+) -> None:
+    """A drafter of the same tokenizer with more or fewer embedding rows: lossless greedy and
+    sampling, good acceptance.
+    """
     small = resized(tiny, vocab_size)
     base = plain_greedy(tiny, PROMPT, 40)
     new, steps = decode(tiny, LanguageModel(small), PROMPT, 40)
     assert new == base
     assert all(0 <= token < 128 for step in steps for token in step.token_ids)
     if vocab_size > 128:
-        assert all(step.num_accepted == step.num_nodes for step in steps)  # same weights where the target has ids
+        # same weights where the target has ids
+        assert all(step.num_accepted == step.num_nodes for step in steps)
     rates = []
     for seed in range(4):
-        plain, _ = decode(tiny, NoDrafter(), PROMPT, 30, seed=seed)
+        alone, _ = decode(tiny, NoDrafter(), PROMPT, 30, seed=seed)
         new, steps = decode(tiny, LanguageModel(small), PROMPT, 30, seed=seed)
-        assert new == plain
-        rates.append(sum(step.num_accepted for step in steps) / max(sum(step.num_nodes for step in steps), 1))
+        assert new == alone
+        rates.append(
+            sum(step.num_accepted for step in steps) / max(sum(step.num_nodes for step in steps), 1)
+        )
     assert max(rates) > 0.5
     _, tested = decode(tiny, LanguageModel(small), PROMPT, 60, seed=0, verifier=Residual())
     assert sum(step.num_accepted for step in tested) / sum(step.num_nodes for step in tested) > 0.5
@@ -837,19 +1042,27 @@ def test_b31_padded_and_shortened_vocabularies_draft_and_stay_lossless(tiny: Any
 
 def test_b31_the_command_line_takes_a_padded_drafter(job: Job) -> None:
     """Same tokenizer, embeddings padded to another size: no refusal, identical output."""
-    words = ("drafter=lm", "model@drafter.model=tiny", "+drafter.model.source.config.vocab_size=280", "prompts.limit=1")
-    summary, loaded = job(*words, "sampling.max_new_tokens=8")
+    overrides = (
+        "drafter=lm",
+        "model@drafter.model=tiny",
+        "+drafter.model.source.config.vocab_size=280",
+        "prompts.limit=1",
+    )
+    summary, loaded = job(*overrides, "sampling.max_new_tokens=8")
     assert loaded.prompts.is_identical.tolist() == [True]
     assert summary["drafters"]["lm"]["num_drafted"] > 0
 
 
 def test_b32_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> None:
-    """Sizes prove nothing: ids that mean other strings are refused when the drafter meets the target, by name."""
+    """Sizes prove nothing: ids that mean other strings are refused when the drafter meets the
+    target, by name.
+    """
     target = Target(random_model(), byte_tokenizer())
     folder = tmp_path / "other"
     random_model().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    LanguageModel(ModelSpec(str(folder), device="cpu")).bind(target)  # the same tokenizer, from a file: fine
+    # the same tokenizer, from a file: fine
+    LanguageModel(ModelSpec(str(folder), device="cpu")).bind(target)
 
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -863,29 +1076,40 @@ def test_b32_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> No
 
 
 def test_b34_prompts_at_the_end_of_the_context(job: Job, jsonl: Callable[..., str]) -> None:
-    """Too long a prompt is one row with both numbers and the next ones run; a text ends where the context ends."""
+    """Too long a prompt is one row with both numbers and the next ones run; a text ends where the
+    context ends.
+    """
     lengths = (200, 127, 128, 100)
     rows = [{"id": str(n), "prompt_ids": [3 + i * 7 % 200 for i in range(n)]} for n in lengths]
-    words = (
+    overrides = (
         "+target.source.config.max_position_embeddings=128",
         "sampling.max_new_tokens=60",
         "sampling.eos_token_ids=[]",
     )
-    summary, loaded = job(*words, "prompts=jsonl", jsonl(*rows), "drafter=oracle")
+    summary, loaded = job(*overrides, "prompts=jsonl", jsonl(*rows), "drafter=oracle")
     table = loaded.prompts.set_index("prompt_id")
     assert all(number in table.error["200"] for number in ("200", "128"))
     assert "128" in table.error["128"]
     assert (len(table.output_ids["127"]), len(table.output_ids["100"])) == (1, 28)
     assert table.finish_reason[["127", "100"]].tolist() == ["context", "context"]
     assert table.is_identical[["127", "100"]].tolist() == [True, True]
-    assert (summary["num_failed"], summary["num_identical"], summary["status"]) == (2, 2, "finished")
+    assert (summary["num_failed"], summary["num_identical"], summary["status"]) == (
+        2,
+        2,
+        "finished",
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b34_no_row_is_computed_past_a_context(tiny: Any, layout: Layout) -> None:
-    """Neither the target's verification nor a drafter with a shorter context ever reaches behind its last position."""
+    """Neither the target's verification nor a drafter with a shorter context ever reaches behind
+    its last position.
+    """
     prompt = [3 + i * 7 % 120 for i in range(100)]
-    target, small = copy.deepcopy(tiny), random_model(vocab_size=128, max_position_embeddings=112, seed=1)
+    target, small = (
+        copy.deepcopy(tiny),
+        random_model(vocab_size=128, max_position_embeddings=112, seed=1),
+    )
     reached: dict[str, int] = {"target": 0, "small": 0}
 
     def watch(name: str) -> Callable[..., None]:
@@ -893,34 +1117,46 @@ def test_b34_no_row_is_computed_past_a_context(tiny: Any, layout: Layout) -> Non
             ids = kwargs.get("input_ids", args[0] if args else None)
             end = kwargs["cache"].get_seq_length() + ids.shape[1]
             positions = kwargs.get("position_ids")
-            reached[name] = max(reached[name], end if positions is None else int(positions.max()) + 1)
+            reached[name] = max(
+                reached[name], end if positions is None else int(positions.max()) + 1
+            )
 
         return hook
 
     base = plain_greedy(target, prompt, 28)
     target.register_forward_pre_hook(watch("target"), with_kwargs=True)
     small.register_forward_pre_hook(watch("small"), with_kwargs=True)
-    careless = Fake(lambda context: Draft.chain([*base, *[9] * 40][len(context) - 100 :][:8]), "careless")
-    team = Ensemble({"careless": careless, "small": LanguageModel(small)})
-    new, steps = decode(target, team, prompt, 60, layout=layout)
+    careless = Fake(
+        lambda context: Draft.chain([*base, *[9] * 40][len(context) - 100 :][:8]), "careless"
+    )
+    ensemble = Ensemble({"careless": careless, "small": LanguageModel(small)})
+    new, steps = decode(target, ensemble, prompt, 60, layout=layout)
     assert new == base and steps[-1].finish_reason == "context"
     assert reached == {"target": 127, "small": reached["small"]}  # the last token need not be fed
     assert 100 < reached["small"] <= 112
     assert any(step.members[1].num_drafted for step in steps)
 
 
-def test_b35_special_tokens_in_a_prompt_are_tokens(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One BOS; an EOS or a padding token inside the prompt hides and ends nothing; drafters and target get the same ids."""
+def test_b35_special_tokens_in_a_prompt_are_tokens(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One BOS; an EOS or a padding token inside the prompt hides and ends nothing; drafters and
+    target get the same ids.
+    """
     given: list[list[int]] = []
-    start = NGram.start
+    begin = NGram.begin
 
-    def spy(self: NGram, prompt_ids: Sequence[int]) -> None:
+    def spy(self: NGram, prompt_ids: Sequence[int]) -> NGramProposer:
         given.append(list(prompt_ids))
-        start(self, prompt_ids)
+        return begin(self, prompt_ids)
 
-    monkeypatch.setattr(NGram, "start", spy)
-    words = ("prompts=inline", "prompts.texts=['<s>hi','a</s>b<pad>c</s>']", "sampling.max_new_tokens=12")
-    _, loaded = job(*words, "sampling.eos_token_ids=[]")
+    monkeypatch.setattr(NGram, "begin", spy)
+    overrides = (
+        "prompts=inline",
+        "prompts.texts=['<s>hi','a</s>b<pad>c</s>']",
+        "sampling.max_new_tokens=12",
+    )
+    _, loaded = job(*overrides, "sampling.eos_token_ids=[]")
     byte = {character: byte_tokenizer().convert_tokens_to_ids(character) for character in "hiabc"}
     ids = [list(row) for row in loaded.prompts.prompt_ids]
     assert ids == [[0, byte["h"], byte["i"]], [byte["a"], 1, byte["b"], 2, byte["c"], 1]]
@@ -935,13 +1171,15 @@ def test_b35_special_tokens_in_a_prompt_are_tokens(job: Job, monkeypatch: pytest
 
 
 def test_b40_only_the_leading_run_is_accepted() -> None:
-    """Agreement at (1, 0, 1) and (1, 1, 1): four of six drafted tokens are accepted, six are emitted."""
+    """Agreement at (1, 0, 1) and (1, 1, 1): four of six drafted tokens are accepted, six are
+    emitted.
+    """
 
-    def say(context: Sequence[int]) -> list[int]:
+    def propose(context: Sequence[int]) -> list[int]:
         one, two, three = ups(context, 3)
         return [one, 99, three] if len(context) == 1 else [one, two, three]
 
-    new, steps = decode(ScriptedTarget(count_up), Fake(say, depth=3), [3], 6)
+    new, steps = decode(ScriptedTarget(count_up), Fake(propose, depth=3), [3], 6)
     result = numbers(steps, new)
     assert [step.num_accepted for step in steps] == [1, 3]
     assert (result["num_verified"], result["num_accepted"], result["num_emitted"]) == (6, 4, 6)
@@ -950,20 +1188,25 @@ def test_b40_only_the_leading_run_is_accepted() -> None:
 
 
 def test_b40_published_counts_come_out_of_the_loop() -> None:
-    """87 drafts, 259 drafted, 70, 55 and 42 accepted by position: rate .6448, length 2.92. And 129 drafts of three."""
+    """87 drafts, 259 drafted, 70, 55 and 42 accepted by position: rate .6448, length 2.92. And 129
+    drafts of three.
+    """
     depths = [0] * 17 + [1] * 15 + [2] * 13 + [3] * 42
 
     def result(matched: list[int], lengths: list[int]) -> dict[str, Any]:
         turns = iter(zip(matched, lengths, strict=True))
 
-        def say(context: Sequence[int]) -> list[int]:
+        def propose(context: Sequence[int]) -> list[int]:
             right, length = next(turns)
             return [token if i < right else 127 for i, token in enumerate(ups(context, length))]
 
         target = ScriptedTarget(lambda prefix: prefix[-1] % 100 + 1)
         count = sum(matched) + len(matched)
-        # The script wraps at 100, so the drafter speaks it too.
-        fake = Fake(lambda context: [t if t == 127 else (t - 1) % 100 + 1 for t in say(context)], depth=3)
+        # The script wraps at 100, and so does the drafter.
+        fake = Fake(
+            lambda context: [t if t == 127 else (t - 1) % 100 + 1 for t in propose(context)],
+            depth=3,
+        )
         new, steps = decode(target, fake, [1], count)
         assert len(new) == count and len(steps) == len(matched)
         return numbers(steps, new)
@@ -984,24 +1227,34 @@ def test_b40_published_counts_come_out_of_the_loop() -> None:
 def test_b42_nothing_verified_has_no_rate(job: Job) -> None:
     """A drafter that never finds a match has an empty rate, and the run ends well."""
     summary, loaded = job(
-        "prompts.limit=1", "drafter.min_ngram=400", "drafter.max_ngram=400", "sampling.max_new_tokens=6"
+        "prompts.limit=1",
+        "drafter.min_ngram=400",
+        "drafter.max_ngram=400",
+        "sampling.max_new_tokens=6",
     )
     drafter = summary["drafters"]["ngram"]
-    assert (summary["status"], summary["acceptance_rate"], drafter["acceptance_rate"]) == ("finished", None, None)
-    assert (drafter["silent_rate"], drafter["num_drafted"], drafter["win_rate"]) == (1.0, 0, 0.0)
+    assert (summary["status"], summary["acceptance_rate"], drafter["acceptance_rate"]) == (
+        "finished",
+        None,
+        None,
+    )
+    assert (drafter["no_draft_rate"], drafter["num_drafted"], drafter["win_rate"]) == (1.0, 0, 0.0)
     stored = json.loads((loaded.folders[0] / "summary.json").read_text())
     assert stored["acceptance_rate"] is None
     assert stored["drafters"]["ngram"]["tokens_per_draft_s"] in (None, 0.0)
 
 
 def test_b42_proposed_verified_and_accepted_are_counted_apart() -> None:
-    """Pruned nodes are proposed and not verified; short last rounds, and tokens trimmed after a stop, count as they were."""
+    """Pruned nodes are proposed and not verified; short last rounds, and tokens trimmed after a
+    stop, count as they were.
+    """
     target = ScriptedTarget(count_up)
     half = Fake(lambda context: [*ups(context, 2), 99, 99], "half", depth=4)
     new, steps = decode(target, half, [3], 10, budget=FixedBudget(max_nodes=3))
     result = numbers(steps, new)
     member = result["drafters"]["half"]
-    # Three tokens a step; ten wanted: 4, 4, 4 and (nothing to draft) 0 proposed, 3, 3, 3 and 0 verified.
+    # Three tokens a step; ten wanted: 4, 4, 4 and (nothing to draft) 0 proposed, 3, 3, 3 and 0
+    # verified.
     assert [step.num_emitted for step in steps] == [3, 3, 3, 1]
     assert [step.members[0].num_drafted for step in steps] == [4, 4, 3, 0]
     assert [step.num_nodes for step in steps] == [3, 3, 3, 0]
@@ -1011,7 +1264,11 @@ def test_b42_proposed_verified_and_accepted_are_counted_apart() -> None:
     new, steps = decode(target, Fake(lambda context: ups(context, 4), depth=4), [3], 50, eos=[11])
     result = numbers(steps, new)
     assert new == list(range(4, 12))
-    assert result["num_emitted"] == len(new) == result["num_accepted"] + result["num_steps"] - result["num_trimmed"]
+    assert (
+        result["num_emitted"]
+        == len(new)
+        == result["num_accepted"] + result["num_steps"] - result["num_trimmed"]
+    )
     assert (
         result["num_trimmed"] == 1
     )  # 4..8, then 9, 10, 11 of which the last is accepted: no token of the target's own
@@ -1019,14 +1276,16 @@ def test_b42_proposed_verified_and_accepted_are_counted_apart() -> None:
 
 
 def test_b43_ties_are_shared_and_the_order_decides_nothing() -> None:
-    """Two equal oracles win half each, swapped or not; rounds without an accepted token have no winner."""
+    """Two equal oracles win half each, swapped or not; rounds without an accepted token have no
+    winner.
+    """
     target = ScriptedTarget(count_up)
 
     def right(count: int) -> Callable[[Sequence[int]], list[int]]:
         return lambda context: [*ups(context, count), 99] if len(context) > 1 else [99]
 
-    def table(**says: Any) -> dict[str, Any]:
-        members = {name: Fake(say, name, depth=4) for name, say in says.items()}
+    def table(**functions: Any) -> dict[str, Any]:
+        members = {name: Fake(propose, name, depth=4) for name, propose in functions.items()}
         new, steps = decode(target, Ensemble(members), [3], 40)
         assert new == ups([3], 40)
         assert all(step.num_emitted >= 1 for step in steps)
@@ -1038,7 +1297,10 @@ def test_b43_ties_are_shared_and_the_order_decides_nothing() -> None:
         wins = {name: each["win_rate"] for name, each in result["drafters"].items()}
         assert wins["a"] == wins["b"] > 0
         assert sum(wins.values()) + result["no_win_rate"] == pytest.approx(1.0)
-        assert all(each["sole_win_rate"] == 0 and each["marginal"] == 0 for each in result["drafters"].values())
+        assert all(
+            each["sole_win_rate"] == 0 and each["marginal"] == 0
+            for each in result["drafters"].values()
+        )
 
     long_last, long_first = table(a=right(1), b=right(3)), table(b=right(3), a=right(1))
     for result in (long_last, long_first):
@@ -1047,16 +1309,22 @@ def test_b43_ties_are_shared_and_the_order_decides_nothing() -> None:
     free = ("draft_ms_per_step", "tokens_per_draft_s")
     for one, other in ((ab, ba), (long_last, long_first)):
         for name in "ab":
-            mine, its = ({k: v for k, v in each["drafters"][name].items() if k not in free} for each in (one, other))
+            mine, its = (
+                {k: v for k, v in each["drafters"][name].items() if k not in free}
+                for each in (one, other)
+            )
             assert mine == its
 
 
 def test_b43_a_member_without_drafters_takes_no_credit_from_the_others() -> None:
-    """A team with "no drafter" in it credits the other members as if it were not there."""
+    """An ensemble with "no drafter" in it credits the other members as if it were not there."""
     target = ScriptedTarget(count_up)
-    for members in (("nobody", "a"), ("a", "nobody")):
-        team: dict[str, Any] = {"nobody": NoDrafter(), "a": Fake(lambda context: ups(context, 3), depth=3)}
-        new, steps = decode(target, Ensemble({name: team[name] for name in members}), [3], 12)
+    for members in (("none", "a"), ("a", "none")):
+        drafters: dict[str, Any] = {
+            "none": NoDrafter(),
+            "a": Fake(lambda context: ups(context, 3), depth=3),
+        }
+        new, steps = decode(target, Ensemble({name: drafters[name] for name in members}), [3], 12)
         assert new == ups([3], 12)
         assert numbers(steps, new)["drafters"]["a"]["win_rate"] == 1.0
         assert {step.token_owners for step in steps} == {(1, 1, 1, 0)}
@@ -1067,31 +1335,42 @@ SLOW_S = 0.4
 
 def _slow_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first proposal of a job is slow, as the first use of a kernel is."""
-    propose, cold = NGram.propose, [True]
+    propose, cold = NGramProposer.propose, [True]
 
-    def slow(self: NGram, *arguments: Any) -> Draft:
+    def slow(self: NGramProposer, *arguments: Any) -> Draft:
         if cold:
             time.sleep(SLOW_S * cold.pop())
         return propose(self, *arguments)
 
-    monkeypatch.setattr(NGram, "propose", slow)
+    monkeypatch.setattr(NGramProposer, "propose", slow)
 
 
-def test_b44_prefill_and_warm_up_are_not_decoding_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow start of a prompt is prefill, a slow first call is warm-up; the steps' times are the decoding time."""
-    start = NGram.start
+def test_b44_prefill_and_warm_up_are_not_decoding_time(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow start of a prompt is prefill, a slow first call is warm-up; the steps' times are the
+    decoding time.
+    """
+    begin = NGram.begin
 
-    def slow_start(self: NGram, prompt_ids: Sequence[int]) -> None:
+    def slow_begin(self: NGram, prompt_ids: Sequence[int]) -> NGramProposer:
         time.sleep(SLOW_S if len(prompt_ids) else 0)
-        start(self, prompt_ids)
+        return begin(self, prompt_ids)
 
-    monkeypatch.setattr(NGram, "start", slow_start)
+    monkeypatch.setattr(NGram, "begin", slow_begin)
     _slow_first_call(monkeypatch)
-    summary, loaded = job("prompts.limit=2", "sampling.max_new_tokens=6", "sampling.eos_token_ids=[]")
+    summary, loaded = job(
+        "prompts.limit=2", "sampling.max_new_tokens=6", "sampling.eos_token_ids=[]"
+    )
     prompts, steps = loaded.prompts, loaded.steps
     assert (prompts.prefill_s >= SLOW_S).all()
     assert (prompts.decode_s < SLOW_S).all() and (prompts.baseline_decode_s < SLOW_S).all()
-    per_prompt = steps.groupby("prompt_id", sort=False)[["draft_ms", "verify_ms", "host_ms"]].sum().sum(axis=1) / 1e3
+    per_prompt = (
+        steps.groupby("prompt_id", sort=False)[["draft_ms", "verify_ms", "host_ms"]]
+        .sum()
+        .sum(axis=1)
+        / 1e3
+    )
     assert prompts.decode_s.tolist() == pytest.approx(per_prompt.tolist())
     assert set(steps.prompt_id) == set(prompts.prompt_id)  # the warm-up left no rows
     assert steps.groupby("prompt_id").num_emitted.sum().tolist() == [6, 6]
@@ -1110,12 +1389,13 @@ def test_b44_a_first_prompt_that_fails_does_not_cost_the_warm_up(
 
 
 def test_b44_what_a_reader_does_between_steps_is_not_timed() -> None:
-    """A slow streamer or screen is no part of a step; a slow drafter and a slow target are, each under its own name."""
+    """A slow streamer or terminal is no part of a step; a slow drafter and a slow target are, each
+    under its own name.
+    """
     target = ScriptedTarget(lambda prefix: time.sleep(0.03) or count_up(prefix))
     drafter = Fake(lambda context: time.sleep(0.02) or [99], depth=2)
     decoder = Decoder(target, drafter, FixedBudget(), Coupled())  # pyright: ignore
-    cache, _ = decoder.prefill([3])
-    records = decoder.decode([3], cache, Sampler(), StopRules(4))
+    records = decode_steps(decoder, [3], Sampler(), StopRules(4))
     begin = time.perf_counter()
     steps = []
     for step in records:

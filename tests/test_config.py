@@ -1,9 +1,12 @@
-"""The configuration: every file composes and builds, the words people script against hold, the rest is refused in a line."""
+"""The configuration: every file composes and builds, the overrides people script against hold, the
+rest is refused in a line.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,26 +16,32 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
-from specens.config import CONF_DIR, build, compose, resolved
-from specens.decoding.budget import FixedBudget
+from specens import config
+from specens.config import (
+    CONF_DIR,
+    OBJECTS,
+    RENAMED,
+    VALUES,
+    build,
+    compose,
+    expanded,
+    group_names,
+    resolved,
+)
+from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import SamplingOptions
-from specens.decoding.target import Target
+from specens.decoding.target.target import Target
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel
 from specens.drafters.ngram import NGram
 from specens.drafters.scripted import Oracle
 from specens.errors import UserError
-from specens.job import Job
-from specens.prompts import Source
-from specens.records import RunWriter
-from specens.run import BUILT, PLAIN
-from specens.tables import PromptRecord
-from specens.tiny import byte_tokenizer, random_model
-
-
-def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (Path(CONF_DIR) / group).glob("*.yaml"))
+from specens.models.tiny import byte_tokenizer, random_model
+from specens.prompts.sources import PromptSource
+from specens.records.schema import PromptRecord
+from specens.records.writer import RunWriter
+from specens.run.job import job_of
 
 
 def refusal(overrides: list[str], part: str) -> str:
@@ -83,18 +92,23 @@ TRAINED = {"retrieval", "non_autoregressive", "distilled"}
 
 
 def test_every_group_has_a_default_that_is_one_of_its_files():
-    doors = [OmegaConf.load(path) for path in Path(CONF_DIR).glob("*.yaml")]
+    files = [OmegaConf.load(path) for path in Path(CONF_DIR).glob("*.yaml")]
     groups = {path.name for path in Path(CONF_DIR).iterdir() if path.is_dir()}
-    named: dict[str, Any] = {}
-    for entry in [entry for door in doors for entry in door.defaults]:
-        if not isinstance(entry, str):  # _self_, or the file that a door is built on
-            named.update({str(key).removeprefix("override ").split("@")[0]: value for key, value in entry.items()})
-    named = {group: value for group, value in named.items() if not group.startswith("hydra/")}  # those are Hydra's own
-    assert groups - {"hydra"} == set(named)
-    assert all(value is None or value in options(group) for group, value in named.items())
+    taken: dict[str, Any] = {}
+    for entry in [entry for file in files for entry in file.defaults]:
+        if not isinstance(entry, str):  # _self_, or the file that another command's is built on
+            for key, value in entry.items():
+                taken[str(key).removeprefix("override ").strip("/").split("@")[0]] = value
+    taken = {group: value for group, value in taken.items() if not group.startswith("hydra/")}
+    assert groups == set(taken)
+    assert all(value is None or value in group_names(group) for group, value in taken.items())
 
 
-@pytest.mark.parametrize("name", options("drafter"))
+def test_the_entries_of_a_run_are_those_of_the_configuration_file():
+    assert set(resolved(compose())) == {*OBJECTS, *VALUES}
+
+
+@pytest.mark.parametrize("name", group_names("drafter"))
 def test_every_drafter_builds_meets_the_tiny_target_and_has_named_members(name, tmp_path):
     overrides = [f"drafter={name}", *NEEDED["drafter"].get(name, ())]
     if name == "replayed":
@@ -102,7 +116,8 @@ def test_every_drafter_builds_meets_the_tiny_target_and_has_named_members(name, 
         overrides.append(f"drafter.run={tmp_path / 'run'}")
     drafter = build(compose(overrides).drafter)
     assert isinstance(drafter, Drafter)
-    expected = {"none": [], "ensemble": DEFAULT, "untrained": ["ngram", "quantized"]}.get(name, [name])
+    several = {"none": [], "ensemble": DEFAULT, "untrained": ["ngram", "quantized"]}
+    expected = several.get(name, [name])
     assert [member.name for member in drafter.members] == expected
     target = Target(random_model(hidden_size=64, intermediate_size=128), byte_tokenizer())
     if set(expected) & TRAINED:  # what comes with the package is not for this target
@@ -112,8 +127,10 @@ def test_every_drafter_builds_meets_the_tiny_target_and_has_named_members(name, 
         drafter.bind(target)
 
 
-@pytest.mark.parametrize("name", options("model"))
-def test_every_model_builds_and_its_options_pass_the_check_that_comes_before_loading(name, tmp_path):
+@pytest.mark.parametrize("name", group_names("model"))
+def test_every_model_builds_and_its_options_pass_the_check_that_comes_before_loading(
+    name, tmp_path
+):
     overrides = [f"model@target={name}", *NEEDED["model"].get(name, ()), "target.attention=eager"]
     if name != "gguf":  # its weights are unpacked: a quantised one would be a contradiction
         overrides.append("target.quantization=nf4")
@@ -123,52 +140,51 @@ def test_every_model_builds_and_its_options_pass_the_check_that_comes_before_loa
     assert (spec.quantization, spec.attention) == (None if name == "gguf" else "nf4", "eager")
 
 
-@pytest.mark.parametrize("name", options("prompts"))
+@pytest.mark.parametrize("name", group_names("prompts"))
 def test_every_source_of_prompts_builds_and_has_the_common_options(name):
-    source = build(compose([f"prompts={name}", "prompts.limit=2", "prompts.shard=0/2", "prompts.chat=false"]).prompts)
-    assert isinstance(source, Source)
+    common = ["prompts.limit=2", "prompts.shard=0/2", "prompts.chat=false"]
+    source = build(compose([f"prompts={name}", *common]).prompts)
+    assert isinstance(source, PromptSource)
     assert (source.limit, source.shard, source.chat) == (2, "0/2", False)
 
 
-def test_every_budget_verifier_layout_tracker_and_sampling_builds():
-    for name in options("budget"):
+def test_every_budget_verifier_and_tracker_builds():
+    for name in group_names("budget"):
         assert build(compose([f"budget={name}", "budget.max_nodes=7"]).budget).max_nodes == 7
     assert build(compose(["budget=fixed"]).budget) == FixedBudget()
     assert build(compose(["budget=priority"]).budget) == FixedBudget(first_only=True)
-    for name in options("verifier"):
+    for name in group_names("verifier"):
         assert isinstance(build(compose([f"verifier={name}"]).verifier).lossless, bool)
-    for name in options("layout"):
-        assert compose([f"layout={name}"]).layout == name
-    for name in options("tracker"):
+    for name in group_names("tracker"):
         assert hasattr(build(compose([f"tracker={name}"]).tracker), "prompt_done")
-    for name in options("sampling"):
-        assert isinstance(build(compose([f"sampling={name}"]).sampling), SamplingOptions)
 
 
-def test_the_sampling_file_lists_exactly_the_options_of_the_class_with_its_defaults():
+def test_sampling_lists_exactly_the_options_of_the_class_with_its_defaults():
     """Otherwise the page of the configuration and the library would disagree."""
     listed = resolved(compose())["sampling"]
     del listed["_target_"]
-    assert listed == {name: getattr(SamplingOptions(), name) for name in SamplingOptions.__dataclass_fields__}
+    known = SamplingOptions.__dataclass_fields__
+    assert listed == {name: getattr(SamplingOptions(), name) for name in known}
+    assert build(compose().sampling) == SamplingOptions()
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("name", group_names("experiment"))
 def test_every_experiment_composes_and_makes_a_job(name):
-    config = compose([f"experiment={name}"])
-    plain = resolved(config)
-    # a study's own target may be any model; here only its options are of interest
-    config = compose([f"experiment={name}", "model@target=tiny"])
-    job = Job(**{part: build(config[part]) for part in BUILT}, **{part: plain[part] for part in PLAIN})
+    command = "bench" if name.startswith("bench") else "run"
+    # an experiment's own target may be any model; here only its options are of interest
+    config = compose([f"experiment={name}", "model@target=tiny"], command)
+    job = job_of(OmegaConf.masked_copy(config, [*OBJECTS, *VALUES]))
     assert job.trace == "steps"
 
 
 def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_the_experiment():
     smoke = resolved(compose(["experiment=smoke"]))
-    assert smoke["target"]["source"]["_target_"] == "specens.tiny.TinyModel"
+    assert smoke["target"]["source"]["_target_"] == "specens.models.tiny.TinyModel"
     assert (smoke["sampling"]["max_new_tokens"], smoke["prompts"]["limit"]) == (16, 2)
-    config = compose(["experiment=smoke", "sampling.max_new_tokens=3", "prompts.limit=null", "model@target=hub"])
+    more = ["sampling.max_new_tokens=3", "prompts.limit=null", "model@target=hub"]
+    config = compose(["experiment=smoke", *more])
     assert (config.sampling.max_new_tokens, config.prompts.limit) == (3, None)
-    assert config.target._target_ == "specens.models.ModelSpec"
+    assert config.target._target_ == "specens.models.load.ModelSpec"
     assert OmegaConf.is_missing(config.target, "source")
 
 
@@ -180,7 +196,7 @@ def test_the_default_run_is_the_documented_one():
     assert config["sampling"]["temperature"] == 0
 
 
-# The words of the command line
+# The overrides of the command line
 
 
 def members(overrides: list[str]) -> dict[str, Any]:
@@ -209,13 +225,13 @@ def test_a_member_is_added_under_its_own_name_with_its_own_model():
     assert list(found) == [*DEFAULT, "small2"]
     assert found["small2"].num_draft_tokens == 7
     added = resolved(compose(overrides))["drafter"]["members"]["small2"]["model"]
-    assert added["source"]["_target_"] == "specens.tiny.TinyModel"
+    assert added["source"]["_target_"] == "specens.models.tiny.TinyModel"
 
 
 def test_a_member_is_replaced_by_another_drafter_under_the_same_name():
     overrides = ["drafter@drafter.members.ngram=oracle"]
     assert list(members(overrides)) == DEFAULT
-    drafters = build(compose(overrides).drafter)._drafters
+    drafters = build(compose(overrides).drafter).drafters
     assert isinstance(drafters["ngram"], Oracle)
     assert isinstance(drafters["quantized"], LanguageModel)
 
@@ -223,8 +239,49 @@ def test_a_member_is_replaced_by_another_drafter_under_the_same_name():
 def test_the_same_drafter_twice_under_two_names_and_an_ensemble_in_an_ensemble():
     twice = members(["+drafter@drafter.members.ngram2=ngram", "drafter.members.ngram2.max_ngram=2"])
     assert list(twice) == [*DEFAULT, "ngram2"]
-    nested = members(["+drafter@drafter.members.team=untrained"])
-    assert list(nested) == [*DEFAULT, "team/ngram", "team/quantized"]
+    nested = members(["+drafter@drafter.members.pair=untrained"])
+    assert list(nested) == [*DEFAULT, "pair/ngram", "pair/quantized"]
+
+
+@pytest.mark.parametrize(
+    "only", ["ngram", "quantized,ngram", "retrieval,non_autoregressive,distilled", ""]
+)
+def test_a_list_of_names_chooses_members_of_the_default_ensemble(only):
+    """In the order given; their own options, and further members, are overridden as ever."""
+    found = members([f"drafter=[{only}]", "drafter.members.ngram.num_draft_tokens=3"])
+    assert list(found) == [name for name in only.split(",") if name]
+    assert "ngram" not in found or found["ngram"].num_draft_tokens == 3
+
+
+def test_the_list_wins_over_an_experiment_and_may_name_a_member_that_was_added():
+    chosen = ["drafter=[second,ngram]", "+drafter@drafter.members.second=oracle"]
+    assert list(members(["experiment=smoke", *chosen])) == ["second", "ngram"]
+
+
+def test_a_list_may_be_swept_and_others_stay_as_they_are():
+    assert expanded(["a=1", "drafter=[a,b],[c]"]) == [
+        *("a=1", "drafter=ensemble", "drafter.only=[a,b],[c]")
+    ]
+    others = [
+        "drafter=ngram",
+        "drafter.only=[ngram]",
+        "+drafter=[x]",
+        "prompts.texts=[drafter=[a]]",
+    ]
+    assert expanded(others) == others
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("drafter=[ngram,small]", ["drafter=[ngram,small]", "no member small", "retrieval"]),
+        ("drafter=[2]", ["drafter.only", "2"]),
+        ("drafter.only=ngram", ["drafter.only", "ngram", "list"]),
+    ],
+)
+def test_a_list_that_names_no_member_is_refused_in_a_line(override, parts):
+    line = refusal([override], "drafter")
+    assert all(part in line for part in parts), line
 
 
 def test_a_member_given_twice_is_refused_by_its_name():
@@ -238,12 +295,14 @@ def test_a_members_name_must_be_able_to_stand_in_a_table(name):
         Ensemble({name: NGram()})
 
 
-@pytest.mark.parametrize("overrides", [["drafter.members.ngram=null"], ["+drafter.members.ngram2=ngram"]])
+@pytest.mark.parametrize(
+    "overrides", [["drafter.members.ngram=null"], ["+drafter.members.ngram2=ngram"]]
+)
 def test_a_member_that_is_no_drafter_is_refused_by_its_name(overrides):
     assert "drafter.members.ngram" in refusal(overrides, "drafter")
 
 
-def test_an_ensemble_without_members_is_plain_decoding():
+def test_an_ensemble_without_members_is_ar_decoding():
     config = compose([f"~drafter@drafter.members.{name}" for name in DEFAULT])
     assert build(config.drafter).members == ()
 
@@ -251,16 +310,19 @@ def test_an_ensemble_without_members_is_plain_decoding():
 # Refusals
 
 
-@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "specens_other.Thing", "subprocess.Popen", "specens"])
+@pytest.mark.parametrize(
+    "target", ["os.system", "builtins.eval", "specens_other.Thing", "subprocess.Popen", "specens"]
+)
 def test_a_target_outside_of_specens_is_refused_wherever_it_stands(target):
     assert target in refusal([f"sampling._target_={target}"], "sampling")
     nested = f"drafter.members.quantized.model._target_={target}"
     assert target in refusal([nested], "drafter")
-    in_a_list = f"+sampling.stop=[{{_target_:{target}}}]".replace("+", "")
-    assert target in refusal([in_a_list], "sampling")
+    assert target in refusal([f"sampling.stop=[{{_target_:{target}}}]"], "sampling")
 
 
-@pytest.mark.parametrize("target", ["specens.run.os.getcwd", "specens.environment.platform.python_version"])
+@pytest.mark.parametrize(
+    "target", ["specens.run.__main__.os.getcwd", "specens.run.environment.platform.python_version"]
+)
 def test_what_specens_itself_imports_is_not_a_target(target):
     """The name begins with the right word; what it names is not specens' own."""
     with pytest.raises(UserError, match=target.rsplit(".", 1)[1]):
@@ -284,7 +346,7 @@ def test_b16_an_option_that_a_class_does_not_have_is_refused_by_its_name(overrid
     assert word in refusal(overrides, part)
 
 
-def test_b16_an_unknown_word_on_the_command_line_is_refused_by_its_name():
+def test_b16_an_unknown_override_is_refused_by_its_name():
     """Without the plus it does not even compose."""
     with pytest.raises(ConfigCompositionException, match=r"sampling\.num_beams"):
         compose(["sampling.num_beams=4"])
@@ -324,11 +386,13 @@ def test_a_part_that_was_set_to_null_is_refused_in_a_line():
         ("drafter.members.ngram.num_draft_nodes=0", "drafter", ["num_draft_nodes", "0"]),
         ("drafter.members.ngram.num_continuations=0", "drafter", ["num_continuations", "0"]),
         ("drafter.members.ngram.min_ngram=9", "drafter", ["min_ngram", "9"]),
-        ("drafter.members.quantized.num_draft_tokens=0", "drafter", ["quantized", "num_draft_tokens"]),
+        ("drafter.members.quantized.num_draft_tokens=0", "drafter", ["quantized", "num_draft"]),
         ("drafter.members.quantized.model.quantization=int4", "drafter", ["int4", "nf4"]),
     ],
 )
-def test_b04_b22_a_value_out_of_range_is_refused_with_the_option_and_the_value(override, part, words):
+def test_b04_b22_a_value_out_of_range_is_refused_with_the_option_and_the_value(
+    override, part, words
+):
     """Before any model is loaded."""
     line = refusal_of_value(override, part)
     assert all(word in line for word in words), line
@@ -340,7 +404,8 @@ def test_b04_b22_a_value_out_of_range_is_refused_with_the_option_and_the_value(o
         ("sampling.temperature=hot", "sampling", ["temperature", "hot"]),
         ("sampling.top_p=most", "sampling", ["top_p", "most"]),
         ("sampling.seed=x", "sampling", ["seed", "x"]),
-        ("sampling.stop=hello", "sampling", ["stop", "hello"]),  # else five stop strings of one letter
+        # else five stop strings of one letter
+        ("sampling.stop=hello", "sampling", ["stop", "hello"]),
         ("sampling.bad_words=hello", "sampling", ["bad_words", "hello"]),
         ("sampling.eos_token_ids=2", "sampling", ["eos_token_ids", "2"]),
         ("sampling.eos_token_ids=[a]", "sampling", ["eos_token_ids", "a"]),
@@ -365,7 +430,15 @@ def test_b22_every_temperature_that_means_something_is_accepted(temperature):
 # Text that looks like configuration
 
 
-TEXTS = ["cost ${x}", "price: ${", "???", "a: b, [c] {d}", "back\\slash \\${y}", "quote \" and '", "${oc.env:HOME}"]
+TEXTS = [
+    "cost ${x}",
+    "price: ${",
+    "???",
+    "a: b, [c] {d}",
+    "back\\slash \\${y}",
+    "quote \" and '",
+    "${oc.env:HOME}",
+]
 
 
 def test_b47_texts_of_a_file_are_taken_as_they_are(tmp_path):
@@ -398,7 +471,8 @@ def test_b47_an_unescaped_dollar_brace_is_refused_and_the_line_says_how_to_escap
 
 def test_b47_a_saved_configuration_loads_to_the_same_text(tmp_path):
     """What .hydra/config.yaml holds is the configuration again."""
-    config = compose(["prompts=inline", r"""prompts.texts=['cost \${x}','a: b','say "q"']""", "+sampling.note='???'"])
+    texts = r"""prompts.texts=['cost \${x}','a: b','say "q"']"""
+    config = compose(["prompts=inline", texts, "+sampling.note='???'"])
     OmegaConf.save(config, tmp_path / "config.yaml")
     again = OmegaConf.load(tmp_path / "config.yaml")
     assert resolved(again) == resolved(config)  # pyright: ignore
@@ -416,15 +490,9 @@ def test_composing_does_not_depend_on_the_current_folder(tmp_path, monkeypatch):
 
 def test_run_folders_differ_between_two_compositions_in_one_second():
     """The name holds the process and a random part, not only the time."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    from specens.config import VERSION_BASE
-
     folders = set()
     for _ in range(2):
-        with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
-            config = hydra_compose("config", return_hydra_config=True)
+        config = compose(with_hydra=True)
         node = OmegaConf.to_container(config.hydra.run, resolve=False)
         folders.add(config.hydra.run.dir)
         assert "${specens_id:}" in node["dir"]  # pyright: ignore
@@ -433,8 +501,31 @@ def test_run_folders_differ_between_two_compositions_in_one_second():
     assert len(folders) == 2
 
 
-def test_every_model_has_the_words_of_a_model():
+def test_every_model_has_the_options_of_a_model():
     """What the README names can be overridden, whatever the target."""
-    for path in sorted((Path(CONF_DIR) / "model").glob("*.yaml")):
-        config = compose([f"model@target={path.stem}", "target.packed=false"])
-        assert config.target.packed is False
+    for name in group_names("model"):
+        assert compose([f"model@target={name}", "target.packed=false"]).target.packed is False
+
+
+# Names of an earlier version
+
+
+@pytest.mark.parametrize("new", RENAMED.values())
+def test_what_a_renamed_target_is_called_now_is_a_class_of_specens(new):
+    module, _, name = new.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, type) and found.__module__ == module
+
+
+def test_an_old_target_works_with_one_line_that_has_its_new_name(caplog):
+    """One line for a name, however often it occurs."""
+    old = {"_target_": "specens.models.ModelSpec", "source": "a"}
+    copies = OmegaConf.create(
+        {"first": old, "second": old, "third": {"_target_": "specens.prompts.Demo"}}
+    )
+    config._current.cache_clear()
+    built = [build(copies[name]) for name in copies]
+    assert [type(part).__name__ for part in built] == ["ModelSpec", "ModelSpec", "Demo"]
+    model, prompts = (record.getMessage() for record in caplog.records)
+    assert "specens.models.ModelSpec is now specens.models.load.ModelSpec" in model
+    assert "specens.prompts.Demo is now specens.prompts.sources.Demo" in prompts

@@ -1,4 +1,4 @@
-"""The GPU scripts run through on a CPU: a measurement there should not become a debugging session."""
+"""The GPU scripts run on a CPU: a measurement there should not become a debugging session."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from typing import Any
 
 import pytest
 
-from specens.decoding.costs import CostTable
+from specens.decoding.budgets.costs import CostTable
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "gpu"
 
 
-def cost_table(*words: str) -> Any:
+TINY = ("--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--contexts", "40", "70")
+
+
+def cost_table(path: Path, *given: str) -> Any:
     spec = importlib.util.spec_from_file_location("cost_table", FOLDER / "cost_table.py")
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.WIDTHS, module.REPEATS = (1, 2, 4), 2
-    return module.main(words)
+    module.main((*TINY, "--out", str(path), *given))
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_cost_table_is_complete_and_readable(tmp_path):
     path = tmp_path / "new" / "tiny.json"
-    words = ("--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--contexts", "40", "70", "--out", str(path))
-    cost_table(*words, "--compiled", "true", "--quantization", "none")
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = cost_table(path, "--compiled", "true", "--quantization", "none")
     assert set(written["contexts"]) == {"40", "70"}
     for entry in written["contexts"].values():
         assert entry["compiled"] is True and entry["reason"] is None
@@ -39,14 +41,11 @@ def test_a_cost_table_is_complete_and_readable(tmp_path):
 
 
 def test_what_there_was_no_time_for_is_named(tmp_path):
-    path = tmp_path / "tiny.json"
-    words = ("--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--contexts", "40", "70", "--out", str(path))
-    cost_table(*words, "--seconds", "0")
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = cost_table(tmp_path / "tiny.json", "--seconds", "0")
     assert written["contexts"] == {}
     assert written["left_out"] == ["context 40", "context 70", "reads", "quantized"]
 
 
-@pytest.mark.parametrize("script", ["bench.sh", "train_prophets.sh"])
+@pytest.mark.parametrize("script", ["bench.sh", "train_drafters.sh"])
 def test_scripts_are_well_formed(script):
     assert subprocess.run(["bash", "-n", str(FOLDER / script)]).returncode == 0

@@ -1,4 +1,6 @@
-"""The notebooks run on the run that is committed for them, answer with figures and tables, and are committed without outputs."""
+"""The notebooks run on the run that is committed for them, answer with figures and tables, and are
+committed without outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import specens
-from specens.analysis.study import replay_of, same_steps
-from specens.traced import read_trace
+from specens.replay.files import read_trace
+from specens.replay.study import replay_of, same_steps
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 DATA = FOLDER / "data"
@@ -29,7 +31,7 @@ MOST_BYTES = 500_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _font_cache():
-    """matplotlib says so when it has to make one; here, and not in the first notebook."""
+    """matplotlib warns when it has to make one; here, and not in the first notebook."""
     importlib.import_module("matplotlib.font_manager")
 
 
@@ -42,7 +44,9 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def executed(path: Path, num_cells: int | None = None, **options: Any) -> Any:
-    """The notebook with the outputs of its cells (or of the first `num_cells`), executed as Jupyter does, in its own folder."""
+    """The notebook with the outputs of its cells (or of the first `num_cells`), executed as Jupyter
+    does, in its own folder.
+    """
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = notebook.cells[:num_cells]
     resources = {"metadata": {"path": str(FOLDER)}}
@@ -84,15 +88,21 @@ def test_every_cell_answers_with_a_figure_or_a_table(path: Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_a_notebook_says_in_one_line_which_folder_it_looked_for(path: Path, tmp_path: Path, monkeypatch):
+def test_a_notebook_names_in_one_line_the_folder_that_it_looked_for(
+    path: Path, tmp_path: Path, monkeypatch
+):
     for variable in ("SPECENS_RUN", "SPECENS_SWEEP"):
         monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
     (line,) = failure(path)
     assert line.startswith("UserError: ") and str(tmp_path / "nowhere") in line
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name[:2] in ("02", "04")], ids=by_name)
-def test_a_run_without_a_dense_trace_is_named_with_the_way_to_make_one(path: Path, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path.name[:2] in ("02", "04")], ids=by_name
+)
+def test_a_run_without_a_dense_trace_is_named_with_the_way_to_make_one(
+    path: Path, tmp_path: Path, monkeypatch
+):
     shutil.copytree(DATA / "run", tmp_path / "run", ignore=shutil.ignore_patterns("dense.parquet"))
     monkeypatch.setenv("SPECENS_RUN", str(tmp_path / "run"))
     (line,) = failure(path)
@@ -109,7 +119,7 @@ def committed() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text(encoding="utf-8")
 
 
-def test_the_committed_data_is_small_and_says_nothing_of_the_machine():
+def test_the_committed_data_is_small_and_tells_nothing_of_the_machine():
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < MOST_BYTES
     for path, text in committed():
         found = re.search(r"(?<![\w.:/<])/(home|root|tmp|work|mnt|Users|usr)/", text)
@@ -117,7 +127,7 @@ def test_the_committed_data_is_small_and_says_nothing_of_the_machine():
         assert "glibc" not in text and "hostname" not in text
 
 
-def test_the_committed_run_is_what_the_notebooks_say():
+def test_the_committed_run_is_what_the_notebooks_describe():
     run = specens.load(DATA / "run")
     assert run.prompts["error"].isna().all() and run.prompts["is_identical"].all()
     assert len(specens.load(DATA / "sweep").summaries) == 3

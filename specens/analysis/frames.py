@@ -21,7 +21,9 @@ def floats(frame: pd.DataFrame, column: str) -> np.ndarray:
 
 def list_lengths(frame: pd.DataFrame, column: str) -> np.ndarray:
     """Lengths of a column of token lists; NaN where there is no list."""
-    return np.array([len(ids) if hasattr(ids, "__len__") else math.nan for ids in frame[column]], dtype=float)
+    return np.array(
+        [len(ids) if hasattr(ids, "__len__") else math.nan for ids in frame[column]], dtype=float
+    )
 
 
 def of_prompts(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

@@ -1,246 +1,459 @@
-"""The numbers of a run, from its three tables. Each number has one definition, in the docstring of what computes it (credit: in
-`credit`). What was never measured is None: neither 0 nor NaN.
+"""The numbers of a run, from its three tables: METRICS has one line for each, with its definition.
+
+The table feeds summary.json, the terminal, the report, figures, sweeps and the tracker. What was
+never measured is None: neither 0 nor NaN. Notation of a step: A accepted draft tokens; member d's
+own proposal agrees with the emitted tokens over its first m_d tokens. Credit (`win`, `token_share`,
+`marginal`) is defined in records/credit.py.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 
 from specens.analysis.bootstrap import bootstrap, pooled_ratio
+from specens.analysis.formats import number
 from specens.analysis.frames import floats, list_lengths, rows_where
+from specens.errors import UserError, one_line
 
-DRAFTER_COLUMNS = (
-    "drafter",
-    "win_rate",
-    "sole_win_rate",
-    "token_share",
-    "marginal",
-    "acceptance_rate",
-    "solo_acceptance_length",
-    "draft_ms_per_step",
-    "tokens_per_draft_s",
-    "silent_rate",
-    "num_drafted",
-    "num_verified",
-    "num_accepted",
-    "wasted_nodes",
+log = logging.getLogger("specens")
+
+PLACES = ("terminal", "page", "sweep")
+"""Where a number is shown, besides summary.json and the tracker, which have all of them."""
+
+
+class MetricLike(Protocol):
+    """A number with its definition. One of your own is a class with these names
+    (docs/extending.md).
+
+    `key` is its name in summary.json, `title` its heading, `form` how it is written (a format
+    specification such as ".1%"), `unit` the label of an axis, `meaning` one sentence. `scope` is
+    "run" (then it is computed from a RunTables) or "drafter" (a MemberTable).
+    """
+
+    key: str
+    title: str
+    form: str
+    unit: str
+    meaning: str
+    scope: str
+
+    def __call__(self, tables: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of this package. `places`: where it is shown."""
+
+    key: str
+    title: str
+    form: str
+    unit: str
+    meaning: str
+    compute: Callable[[Any], Any]
+    scope: str = "drafter"
+    places: tuple[str, ...] = PLACES
+
+    def __call__(self, tables: Any) -> Any:
+        return self.compute(tables)
+
+
+@dataclass(frozen=True)
+class RunTables:
+    """The tables of a run, or of merged ones: `done` are the prompts that did not fail, `steps` and
+    `drafts` (joined with the `num_accepted` of their step) are theirs. `key` names a prompt.
+    """
+
+    prompts: pd.DataFrame
+    done: pd.DataFrame
+    steps: pd.DataFrame
+    drafts: pd.DataFrame
+    key: list[str]
+
+    def total(self, column: str) -> float:
+        return total(self.steps, column)
+
+    def mean(self, column: str) -> float | None:
+        return mean(self.steps, column)
+
+    def ratio(self, column: str, other: str | None = None) -> float | None:
+        """Totals over totals of two columns of the steps; over the number of steps without one."""
+        below = len(self.steps) if other is None else total(self.steps, other)
+        return ratio(total(self.steps, column), below)
+
+
+@dataclass(frozen=True)
+class MemberTable:
+    """One member's `rows` of the drafts table, a row per step; `num_steps` and `num_accepted` are
+    those of all steps.
+    """
+
+    rows: pd.DataFrame
+    num_steps: int
+    num_accepted: float
+
+    def column(self, name: str) -> np.ndarray:
+        return floats(self.rows, name)
+
+    def per_step(self, column: str) -> float | None:
+        return ratio(total(self.rows, column), self.num_steps)
+
+    @property
+    def accepted(self) -> int:
+        """Sum of min(m_d, A)."""
+        return int(np.minimum(self.column("num_matched"), self.column("num_accepted")).sum())
+
+    @property
+    def verified(self) -> int:
+        return int(total(self.rows, "num_verified"))
+
+
+def _run(
+    key: str, title: str, form: str, unit: str, meaning: str, compute: Any, places: Any = ()
+) -> Metric:
+    return Metric(key, title, form, unit, meaning, compute, "run", places)
+
+
+def _count(key: str, title: str, meaning: str, compute: Any, places: Any = ()) -> Metric:
+    return Metric(key, title, ",.0f", title, meaning, compute, "run", places)
+
+
+METRICS: tuple[Metric, ...] = (
+    _run("acceptance_length", "acceptance length", ".2f", "tokens per target forward",
+         "emitted tokens / target forwards, pooled", lambda t: t.ratio("num_emitted"), ("sweep",)),
+    _run("acceptance_length_interval", "", "", "", "its 95% bootstrap interval over prompts",
+         lambda t: bootstrap(_per_prompt(t), pooled_ratio)),
+    _run("speedup", "speedup", ".2f", "x AR decoding",
+         "tokens per second over the AR baseline's, on the prompts that have both; prefill apart",
+         lambda t: finite(_speed_ratio(_paired(t.done).sum(axis=0))), ("sweep",)),
+    _run("speedup_interval", "", "", "", "its 95% bootstrap interval over prompts",
+         lambda t: bootstrap(_paired(t.done), _speed_ratio)),
+    _run("tokens_per_s", "tokens per second", ".1f", "tokens per second",
+         "emitted tokens / seconds of decoding, prefill apart",
+         lambda t: finite(pooled_ratio(complete(_own(t.done)).sum(axis=0))), ("sweep",)),
+    _run("baseline_tokens_per_s", "AR tokens per second", ".1f", "tokens per second, AR decoding",
+         "the same of AR decoding in the same run",
+         lambda t: finite(pooled_ratio(complete(_baseline(t.done)).sum(axis=0))), ("sweep",)),
+    _run("acceptance_rate", "accepted", ".1%", "verified draft tokens accepted (%)",
+         "accepted / verified draft tokens", lambda t: t.ratio("num_accepted", "num_nodes")),
+    _run("no_win_rate", "no drafter", ".1%", "steps without a winner (%)",
+         "steps with A = 0; with all win rates it sums to 1",
+         lambda t: ratio(num_true(floats(t.steps, "num_accepted") == 0), len(t.steps))),
+    _count("num_prompts", "prompts", "all prompts", lambda t: len(t.prompts), ("sweep",)),
+    _count("num_failed", "failed", "prompts with an error, which every other number leaves out",
+           lambda t: len(t.prompts) - len(t.done), ("sweep",)),
+    _count("num_compared", "compared", "outputs with a baseline's text to compare",
+           lambda t: _num_compared(t.done)),
+    _count("num_identical", "identical", "outputs equal to the baseline's; None: none compared",
+           lambda t: int(total(t.done, "is_identical")) if _num_compared(t.done) else None,
+           ("sweep",)),
+    _count("num_steps", "steps", "target forwards of decoding", lambda t: len(t.steps)),
+    _count("num_emitted", "tokens", "emitted tokens", lambda t: int(t.total("num_emitted"))),
+    _count("num_verified", "verified", "draft tokens verified",
+           lambda t: int(t.total("num_nodes"))),
+    _count("num_accepted", "accepted", "draft tokens accepted",
+           lambda t: int(t.total("num_accepted"))),
+    _count("num_trimmed", "trimmed", "accepted + steps - emitted: what the stop rules cut off",
+           lambda t: int(t.total("num_accepted") + len(t.steps) - t.total("num_emitted"))),
+    _run("draft_ms_per_step", "draft ms/step", ".2f", "drafting, ms per step",
+         "mean drafting time of a step", lambda t: t.mean("draft_ms"), ("sweep",)),
+    _run("verify_ms_per_step", "verify ms/step", ".2f", "verifying, ms per step",
+         "mean time of the target's forward and the verdict", lambda t: t.mean("verify_ms"),
+         ("sweep",)),
+    _run("host_ms_per_step", "CPU overhead ms/step", ".2f", "CPU overhead, ms per step",
+         "mean time of a step outside draft and verify", lambda t: t.mean("host_ms"), ("sweep",)),
+    _run("host_fraction", "CPU overhead", ".1%", "CPU overhead (%)",
+         "CPU overhead / (draft + verify + CPU overhead)", lambda t: _host_fraction(t.steps)),
+    _run("wasted_nodes_per_token", "wasted nodes per token", ".2f",
+         "verified nodes wasted per token",
+         "verified nodes that were not accepted / emitted tokens",
+         lambda t: ratio(t.total("num_nodes") - t.total("num_accepted"), t.total("num_emitted")),
+         ("sweep",)),
+    Metric("win_rate", "win rate", ".1%", "steps won (%)",
+           "steps in which its proposal was the longest accepted one; ties are split",
+           lambda m: m.per_step("win")),
+    Metric("sole_win_rate", "sole wins", ".1%", "steps won alone (%)",
+           "steps that it won and no other member", lambda m: m.per_step("is_sole_win")),
+    Metric("token_share", "token share", ".1%", "accepted tokens (%)",
+           "its part of all accepted tokens; a token is split among the members that proposed it",
+           lambda m: ratio(total(m.rows, "token_share"), m.num_accepted)),
+    Metric("tokens_per_step", "tokens/step", ".2f", "accepted tokens per step",
+           "its token shares / all steps: its part of the acceptance length",
+           lambda m: m.per_step("token_share"), places=()),
+    Metric("marginal", "marginal", ".2f", "tokens per step lost without it",
+           "tokens per step that would be lost without it", lambda m: mean(m.rows, "marginal"),
+           places=("page",)),
+    Metric("acceptance_rate", "accepted", ".1%", "its verified tokens accepted (%)",
+           "of its tokens that were verified", lambda m: ratio(m.accepted, m.verified)),
+    Metric("acceptance_by_depth", "", "", "", "chance to agree at a depth once it was reached",
+           lambda m: acceptance_by_depth(m.column("num_matched"), m.column("num_tested")),
+           places=()),
+    Metric("solo_acceptance_length", "length alone", ".2f", "tokens per target forward, alone",
+           "1 + mean m_d: tokens per forward if it were the only member",
+           lambda m: ratio(len(m.rows) + m.column("num_matched").sum(), len(m.rows))),
+    Metric("no_draft_rate", "no draft", ".1%", "steps without a draft (%)",
+           "steps in which it was idle or abstained",
+           lambda m: ratio(num_true(m.column("num_drafted") == 0), len(m.rows))),
+    Metric("draft_ms_per_step", "draft ms/step", ".2f", "drafting, ms per step",
+           "its mean drafting time", lambda m: mean(m.rows, "draft_ms")),
+    Metric("tokens_per_draft_s", "tokens per draft second", ".1f", "tokens per second of drafting",
+           "its token shares over its drafting time", lambda m: _per_draft_second(m.rows),
+           places=("page",)),
+    Metric("num_drafted", "drafted", ",.0f", "tokens drafted", "tokens that it proposed",
+           lambda m: int(total(m.rows, "num_drafted")), places=()),
+    Metric("num_verified", "verified", ",.0f", "tokens verified", "of them, those verified",
+           lambda m: m.verified, places=()),
+    Metric("num_accepted", "accepted tokens", ",.0f", "tokens accepted", "of them, those accepted",
+           lambda m: m.accepted, places=()),
+    Metric("wasted_nodes", "wasted nodes", ",.0f", "verified nodes not accepted",
+           "its verified tokens that were not accepted", lambda m: m.verified - m.accepted,
+           places=("page",)),
+)  # fmt: skip
+
+OLD_KEYS = {"no_draft_rate": "silent_rate"}
+"""Keys that had another name in schema version 3; version 4 writes both."""
+
+
+def metrics_of(scope: str, place: str | None = None, extra: Sequence[Any] = ()) -> list[Any]:
+    """The metrics of a scope, those of `extra` after our own; with `place`, those shown there."""
+    known = [metric for metric in (*METRICS, *extra) if metric.scope == scope and metric.title]
+    return [m for m in known if place is None or place in getattr(m, "places", PLACES)]
+
+
+DEFINITION = ("key", "title", "form", "unit", "meaning", "scope")
+"""The parts of a metric that are texts."""
+
+
+def definitions(metrics: Sequence[Any]) -> list[dict[str, str]]:
+    """What a run records of metrics that are not METRICS."""
+    return [{name: str(getattr(metric, name)) for name in DEFINITION} for metric in metrics]
+
+
+def check_metrics(metrics: Sequence[Any]) -> tuple[Any, ...]:
+    """Refuse what is no metric, or has the key of another one."""
+    taken = {(metric.scope, metric.key) for metric in METRICS}
+    for metric in metrics:
+        name, is_function = type(metric).__name__, callable(metric)
+        lacking = [part for part in DEFINITION if not hasattr(metric, part)]
+        if lacking or not is_function or metric.scope not in ("run", "drafter"):
+            what = (
+                f"has no {lacking[0]}" if lacking else "needs a scope, run or drafter, and a call"
+            )
+            raise UserError(f"metrics: {name} {what}; see docs/extending.md")
+        if (metric.scope, metric.key) in taken:
+            raise UserError(f"metrics: {name} has the key {metric.key!r} of another metric")
+        try:
+            number(1.0, metric.form)
+        except (ValueError, AttributeError) as error:
+            what = f"has the form {metric.form!r}, which is none of format(), such as '.1%'"
+            raise UserError(f"metrics: {name} {what}") from error
+        taken.add((metric.scope, metric.key))
+    return tuple(metrics)
+
+
+def summarise(
+    prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame, metrics: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """The numbers of `summary.json` that come from the tables: METRICS and further `metrics` of the
+    run, `drafters` with those of each member, and `by_category`. Takes one run's tables or merged
+    ones (column `run`).
+    """
+    tables = _tables_of(prompts, steps, drafts)
+    known = (*METRICS, *metrics)
+    return {
+        **{m.key: _value(m, tables) for m in known if m.scope == "run"},
+        "by_category": _by_category(tables),
+        "drafters": _drafters(tables, [m for m in known if m.scope == "drafter"]),
+    }
+
+
+DRAFTER_COLUMNS = ("drafter", *(metric.key for metric in metrics_of("drafter")), *OLD_KEYS.values())
+"""Columns of `drafter_table`, whatever the drafters; those of further metrics follow."""
+
+
+def drafter_table(summary: Mapping[str, Any]) -> pd.DataFrame:
+    """One row per drafter, for printing and logging; a number that is missing is None."""
+    members = summary.get("drafters", {})
+    extra = (key for numbers in members.values() for key, v in numbers.items() if not is_list(v))
+    columns = list(dict.fromkeys([*DRAFTER_COLUMNS, *extra]))
+    rows = [
+        [name if column == "drafter" else numbers.get(column) for column in columns]
+        for name, numbers in members.items()
+    ]
+    return pd.DataFrame(rows, columns=columns, dtype=object)
+
+
+def _tables_of(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) -> RunTables:
+    key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
+    prompts = prompts.reindex(columns=[*key, *_PROMPT_COLUMNS])
+    is_failed = prompts["error"].notna().to_numpy(bool)
+    failed, done = rows_where(prompts, is_failed), rows_where(prompts, ~is_failed)
+    steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
+    steps = rows_where(steps, ~is_of(steps, failed, key))
+    drafts = drafts.reindex(columns=list(dict.fromkeys([*key, *_DRAFT_COLUMNS, *drafts.columns])))
+    accepted = steps[[*key, "step", "num_accepted"]]
+    joined = drafts.merge(accepted, on=[*key, "step"], how="inner")
+    return RunTables(prompts, done, steps, joined, key)
+
+
+_PROMPT_COLUMNS = (
+    *("category", "output_ids", "decode_s", "prefill_s", "baseline_decode_s", "baseline_ids"),
+    *("is_identical", "error"),
 )
-"""Columns of `drafter_table`, whatever the drafters."""
-
-_PROMPT_COLUMNS = ("category", "output_ids", "decode_s", "baseline_decode_s", "baseline_ids", "is_identical", "error")
-_STEP_COLUMNS = ("step", "num_nodes", "num_accepted", "num_emitted", "draft_ms", "verify_ms", "host_ms")
+_STEP_COLUMNS = (
+    *("step", "context_tokens", "num_nodes", "num_accepted", "num_emitted"),
+    *("draft_ms", "verify_ms", "host_ms", "mode"),
+)
 _DRAFT_COLUMNS = (
     *("step", "drafter", "num_drafted", "num_verified", "num_matched", "num_tested", "draft_ms"),
     *("win", "is_sole_win", "token_share", "marginal"),
 )
 
 
-def summarise(prompts: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame) -> dict[str, Any]:
-    """The numbers of `summary.json` that come from the tables. Takes one run's tables or merged ones (column `run`).
+def _value(metric: Any, tables: Any) -> Any:
+    """What a metric says; None, and a line, if one of the user's own fails."""
+    if isinstance(metric, Metric):
+        return metric(tables)
+    try:
+        value = metric(tables)
+        return None if value is None else finite(float(value))
+    except Exception as error:
+        _warn_once(f"metric {metric.key} failed ({type(error).__name__}: {one_line(error)})")
+        return None
 
-    `num_prompts` counts all prompts, `num_failed` those with an error; every other number leaves failed prompts out.
-    `num_compared` counts outputs that have a baseline's text to be compared with, `num_identical` those that are equal to it,
-    None when none was compared. The other keys are defined in
-    `_speed`, `_acceptance`, `_costs` and `_drafter`; `by_category` repeats some of them on the prompts of one category.
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    """A summary is computed after every prompt; a line says the same each time."""
+    log.warning("%s", line)
+
+
+def _drafters(tables: RunTables, metrics: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """Name -> numbers of that member, in the members' own order."""
+    if tables.steps.empty or tables.drafts.empty:
+        return {}
+    num_steps, num_accepted = len(tables.steps), tables.total("num_accepted")
+    metrics, found = list(metrics), {}
+    for name, rows in tables.drafts.groupby("drafter", sort=False):
+        member = MemberTable(rows, num_steps, num_accepted)
+        numbers = {metric.key: _value(metric, member) for metric in metrics}
+        found[str(name)] = numbers | {old: numbers[new] for new, old in OLD_KEYS.items()}
+    return found
+
+
+def _by_category(tables: RunTables) -> dict[str, dict[str, Any]]:
+    """Per category, of the prompts that did not fail: their number, acceptance length, speedup,
+    tokens per second, and `tokens_per_step` of every drafter.
     """
-    key = ["run", "prompt_id"] if "run" in prompts.columns else ["prompt_id"]
-    prompts = prompts.reindex(columns=[*key, *_PROMPT_COLUMNS])
-    is_failed = prompts["error"].notna().to_numpy(bool)
-    failed, done = rows_where(prompts, is_failed), rows_where(prompts, ~is_failed)
-    steps = steps.reindex(columns=[*key, *_STEP_COLUMNS])
-    steps = rows_where(steps, ~_is_of(steps, failed, key))
-    drafts = drafts.reindex(columns=[*key, *_DRAFT_COLUMNS])
-    num_compared = _num_true(done["is_identical"].notna().to_numpy(bool))
-    return {
-        **_speed(done),
-        **_acceptance(steps, key),
-        "num_prompts": len(prompts),
-        "num_failed": len(failed),
-        "num_compared": num_compared,
-        "num_identical": _count(done, "is_identical") if num_compared else None,
-        **_costs(steps),
-        "by_category": _by_category(done, steps, drafts, key),
-        "drafters": _drafters(steps, drafts, key),
-    }
-
-
-def drafter_table(summary: dict[str, Any]) -> pd.DataFrame:
-    """One row per drafter with `DRAFTER_COLUMNS`, for printing and logging; a number that is missing is None."""
-    rows = [
-        [name if column == "drafter" else numbers.get(column) for column in DRAFTER_COLUMNS]
-        for name, numbers in summary.get("drafters", {}).items()
-    ]
-    return pd.DataFrame(rows, columns=list(DRAFTER_COLUMNS), dtype=object)
-
-
-def _speed(done: pd.DataFrame) -> dict[str, Any]:
-    """`tokens_per_s`: emitted tokens / seconds of decoding, totals over totals, prefill apart; `baseline_tokens_per_s`:
-    the same of plain decoding in the same run. `speedup`: the ratio of the two over the prompts that have both, and
-    `speedup_interval` its bootstrap interval.
-    """
-    own = np.stack([list_lengths(done, "output_ids"), floats(done, "decode_s")], axis=1)
-    baseline = np.stack([list_lengths(done, "baseline_ids"), floats(done, "baseline_decode_s")], axis=1)
-    both = _complete(np.concatenate([own, baseline], axis=1))
-    return {
-        "speedup": _finite(_speed_ratio(both.sum(axis=0))),
-        "speedup_interval": bootstrap(both, _speed_ratio),
-        "tokens_per_s": _finite(pooled_ratio(_complete(own).sum(axis=0))),
-        "baseline_tokens_per_s": _finite(pooled_ratio(_complete(baseline).sum(axis=0))),
-    }
-
-
-def _acceptance(steps: pd.DataFrame, key: list[str]) -> dict[str, Any]:
-    """`acceptance_length`: emitted tokens / steps, pooled, with `acceptance_length_interval` by bootstrap.
-    `acceptance_rate`: accepted / verified draft tokens. `no_win_rate`: share of steps with A = 0; with all `win_rate`s
-    it sums to 1. `num_trimmed` = accepted + steps - emitted: what the stop rules took of the target's own tokens.
-    """
-    num_steps, emitted, accepted = len(steps), _count(steps, "num_emitted"), _count(steps, "num_accepted")
-    verified = _count(steps, "num_nodes")
-    per_prompt = steps.groupby(key)["num_emitted"].agg(["sum", "size"]).to_numpy(float)
-    return {
-        "acceptance_length": _ratio(emitted, num_steps),
-        "acceptance_length_interval": bootstrap(per_prompt, pooled_ratio),
-        "acceptance_rate": _ratio(accepted, verified),
-        "no_win_rate": _ratio(_num_true(floats(steps, "num_accepted") == 0), num_steps),
-        "num_steps": num_steps,
-        "num_emitted": emitted,
-        "num_verified": verified,
-        "num_accepted": accepted,
-        "num_trimmed": accepted + num_steps - emitted,
-    }
-
-
-def _costs(steps: pd.DataFrame) -> dict[str, Any]:
-    """`draft_ms_per_step`, `verify_ms_per_step`, `host_ms_per_step`: means over steps. `host_fraction`: host time /
-    (draft + verify + host time). `wasted_nodes_per_token`: verified nodes that were not accepted / emitted tokens.
-    """
-    times = np.stack([floats(steps, name) for name in ("draft_ms", "verify_ms", "host_ms")], axis=1)
-    measured = _complete(times)
-    wasted = _sum(steps, "num_nodes") - _sum(steps, "num_accepted")
-    return {
-        "draft_ms_per_step": _mean(steps, "draft_ms"),
-        "verify_ms_per_step": _mean(steps, "verify_ms"),
-        "host_ms_per_step": _mean(steps, "host_ms"),
-        "host_fraction": _ratio(measured[:, 2].sum(), measured.sum()),
-        "wasted_nodes_per_token": _ratio(wasted, _sum(steps, "num_emitted")),
-    }
-
-
-def _by_category(
-    done: pd.DataFrame, steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Per category, of the prompts that did not fail: their number, acceptance length, speedup, tokens per second, and
-    `tokens_per_step` of every drafter (see `_drafter`).
-    """
+    known = {metric.key: metric for metric in METRICS if metric.scope == "run"}
     table: dict[str, dict[str, Any]] = {}
-    for name, group in done.groupby("category", sort=False):
-        own = rows_where(steps, _is_of(steps, group, key))
-        members = rows_where(drafts, _is_of(drafts, group, key)).groupby("drafter", sort=False)
-        speed = _speed(group)
+    for name, group in tables.done.groupby("category", sort=False):
+        key = tables.key
+        own = rows_where(tables.steps, is_of(tables.steps, group, key))
+        drafts = rows_where(tables.drafts, is_of(tables.drafts, group, key))
+        part = RunTables(group, group, own, drafts, key)
+        shares = drafts.groupby("drafter", sort=False)
         table[str(name)] = {
             "num_prompts": len(group),
-            "acceptance_length": _ratio(_sum(own, "num_emitted"), len(own)),
-            "speedup": speed["speedup"],
-            "tokens_per_s": speed["tokens_per_s"],
-            "tokens_per_step": {str(drafter): _ratio(_sum(rows, "token_share"), len(own)) for drafter, rows in members},
+            **{k: known[k](part) for k in ("acceptance_length", "speedup", "tokens_per_s")},
+            "tokens_per_step": {
+                str(drafter): ratio(total(rows, "token_share"), len(own))
+                for drafter, rows in shares
+            },
         }
     return table
 
 
-def _drafters(steps: pd.DataFrame, drafts: pd.DataFrame, key: list[str]) -> dict[str, dict[str, Any]]:
-    """Name -> numbers of that member in `steps`, in the members' own order."""
-    if steps.empty or drafts.empty:
-        return {}
-    joined = drafts.merge(steps[[*key, "step", "num_accepted"]], on=[*key, "step"], how="inner")
-    total = _sum(steps, "num_accepted")
-    return {str(name): _drafter(rows, len(steps), total) for name, rows in joined.groupby("drafter", sort=False)}
-
-
-def _drafter(rows: pd.DataFrame, num_steps: int, num_accepted: float) -> dict[str, Any]:
-    """One member's numbers. `rows` are its steps; `num_steps` and `num_accepted` are those of all steps.
-
-    - `win_rate`, `sole_win_rate`: sum of `win`, `is_sole_win` / all steps. `token_share`: its share of all accepted
-      tokens. `tokens_per_step`: sum of its token shares / all steps, its part of the acceptance length. `marginal`: mean per
-      step. See `credit`.
-    - `num_accepted`: sum of min(m_d, A). `acceptance_rate`: that / its verified nodes. `wasted_nodes`: the difference.
-    - `acceptance_by_depth`: see `_acceptance_by_depth`. `solo_acceptance_length`: 1 + mean m_d, what it would give
-      alone from the starts of these steps.
-    - `draft_ms_per_step`: mean drafting time. `tokens_per_draft_s`: sum of its token shares / its drafting seconds.
-      `silent_rate`: share of its steps in which it proposed nothing.
-    """
-    matched = floats(rows, "num_matched")
-    accepted = int(np.minimum(matched, floats(rows, "num_accepted")).sum())
-    verified = _count(rows, "num_verified")
-    share_and_ms = _complete(np.stack([floats(rows, "token_share"), floats(rows, "draft_ms")], axis=1))
-    tokens, draft_ms = share_and_ms.sum(axis=0)
-    return {
-        "win_rate": _ratio(_sum(rows, "win"), num_steps),
-        "sole_win_rate": _ratio(_sum(rows, "is_sole_win"), num_steps),
-        "token_share": _ratio(_sum(rows, "token_share"), num_accepted),
-        "tokens_per_step": _ratio(_sum(rows, "token_share"), num_steps),
-        "marginal": _mean(rows, "marginal"),
-        "acceptance_rate": _ratio(accepted, verified),
-        "acceptance_by_depth": _acceptance_by_depth(matched, floats(rows, "num_tested")),
-        "solo_acceptance_length": _ratio(len(rows) + matched.sum(), len(rows)),
-        "draft_ms_per_step": _mean(rows, "draft_ms"),
-        "tokens_per_draft_s": _ratio(1000 * tokens, draft_ms),
-        "silent_rate": _ratio(_num_true(floats(rows, "num_drafted") == 0), len(rows)),
-        "num_drafted": _count(rows, "num_drafted"),
-        "num_verified": verified,
-        "num_accepted": accepted,
-        "wasted_nodes": verified - accepted,
-    }
-
-
-def _acceptance_by_depth(matched: np.ndarray, tested: np.ndarray) -> list[float | None]:
-    """Entry i - 1 is #{m >= i} / #{m >= i - 1 and depth i was tested}: the chance to match at depth i once there.
-
-    Steps whose proposal ended before depth i are censored, not failures. As long as the deepest test.
+def acceptance_by_depth(matched: np.ndarray, tested: np.ndarray) -> list[float | None]:
+    """Entry i - 1 is #{m >= i} / #{m >= i - 1 and depth i was tested}: the chance to match at depth
+    i once there. Steps whose proposal ended before depth i are censored, not failures.
     """
     depths = range(1, int(tested.max(initial=0)) + 1)
-    return [_ratio(_num_true(matched >= i), _num_true((matched >= i - 1) & (tested >= i))) for i in depths]
+    return [
+        ratio(num_true(matched >= i), num_true((matched >= i - 1) & (tested >= i))) for i in depths
+    ]
+
+
+def _own(done: pd.DataFrame) -> np.ndarray:
+    return np.stack([list_lengths(done, "output_ids"), floats(done, "decode_s")], axis=1)
+
+
+def _baseline(done: pd.DataFrame) -> np.ndarray:
+    lengths, seconds = list_lengths(done, "baseline_ids"), floats(done, "baseline_decode_s")
+    return np.stack([lengths, seconds], axis=1)
+
+
+def _paired(done: pd.DataFrame) -> np.ndarray:
+    """(tokens, seconds, baseline tokens, baseline seconds) of the prompts that have all."""
+    return complete(np.concatenate([_own(done), _baseline(done)], axis=1))
+
+
+def _per_prompt(tables: RunTables) -> np.ndarray:
+    """(emitted tokens, steps) of every prompt."""
+    return tables.steps.groupby(tables.key)["num_emitted"].agg(["sum", "size"]).to_numpy(float)
+
+
+def _num_compared(done: pd.DataFrame) -> int:
+    return num_true(done["is_identical"].notna().to_numpy(bool))
+
+
+def _host_fraction(steps: pd.DataFrame) -> float | None:
+    columns = [floats(steps, name) for name in ("draft_ms", "verify_ms", "host_ms")]
+    measured = complete(np.stack(columns, axis=1))
+    return ratio(measured[:, 2].sum(), measured.sum())
+
+
+def _per_draft_second(rows: pd.DataFrame) -> float | None:
+    both = complete(np.stack([floats(rows, "token_share"), floats(rows, "draft_ms")], axis=1))
+    tokens, draft_ms = both.sum(axis=0)
+    return ratio(1000 * tokens, draft_ms)
 
 
 def _speed_ratio(totals: np.ndarray) -> np.ndarray:
-    """Totals `[..., (tokens, seconds, baseline tokens, baseline seconds)]` -> speedup; not finite where it has none."""
+    """Totals `[..., (tokens, seconds, baseline tokens, baseline seconds)]` -> speedup; not finite
+    where it has none.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         return pooled_ratio(totals[..., :2]) / pooled_ratio(totals[..., 2:])
 
 
-def _is_of(frame: pd.DataFrame, prompts: pd.DataFrame, key: list[str]) -> np.ndarray:
+def is_of(frame: pd.DataFrame, prompts: pd.DataFrame, key: list[str]) -> np.ndarray:
     """Which rows of `frame` belong to one of `prompts`, bool `[num_rows]`."""
     return frame.set_index(key).index.isin(prompts.set_index(key).index)
 
 
-def _complete(columns: np.ndarray) -> np.ndarray:
+def is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def complete(columns: np.ndarray) -> np.ndarray:
     """The rows without NaN."""
     return columns[~np.isnan(columns).any(axis=1)]
 
 
-def _num_true(mask: np.ndarray) -> int:
+def num_true(mask: np.ndarray) -> int:
     return int(np.count_nonzero(mask))
 
 
-def _sum(frame: pd.DataFrame, column: str) -> float:
+def total(frame: pd.DataFrame, column: str) -> float:
     return float(np.nansum(floats(frame, column)))
 
 
-def _count(frame: pd.DataFrame, column: str) -> int:
-    return int(_sum(frame, column))
+def mean(frame: pd.DataFrame, column: str) -> float | None:
+    return ratio(total(frame, column), num_true(~np.isnan(floats(frame, column))))
 
 
-def _mean(frame: pd.DataFrame, column: str) -> float | None:
-    return _ratio(_sum(frame, column), _num_true(~np.isnan(floats(frame, column))))
+def ratio(numerator: float, denominator: float) -> float | None:
+    return finite(numerator / denominator) if denominator else None
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return _finite(numerator / denominator) if denominator else None
-
-
-def _finite(value: float | np.ndarray) -> float | None:
+def finite(value: float | np.ndarray) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None

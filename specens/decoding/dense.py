@@ -1,32 +1,35 @@
-"""trace=dense: what every member proposes at every position of a text, not only where steps began. Greedy and keyed sampling give
-one text whoever drafts, so these proposals say exactly what any other team of the same members would have done.
+"""trace=dense: what every member would propose at every position of a text, not only where steps
+began. Greedy and keyed sampling give one text whoever drafts, so these proposals determine what any
+subset of the members would have done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from specens.decoding.budget import FixedBudget, PlanContext
-from specens.decoding.drafter import Drafter, condition, describe, hidden_layers
+from specens.decoding.budgets.base import PlanContext
+from specens.decoding.budgets.fixed import FixedBudget
+from specens.decoding.drafter import Drafter, Proposer, close, condition
 from specens.decoding.merge import part_of, side_by_side
 from specens.decoding.types import Commit, Draft, Member, Plan
 
 if TYPE_CHECKING:
     from specens.decoding.sampling import Sampler
     from specens.decoding.stopping import StopRules
-    from specens.decoding.target import Target
 
 Hidden = Mapping[int, torch.Tensor]
 """Layer -> states `[num_positions, hidden_size]`."""
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A text that was decoded: the prompt, what was emitted, the target's states at all positions but the last, its sampler."""
+class FinishedText:
+    """A text that was decoded: the prompt, the output, the target's hidden states at all positions
+    but the last, and the sampler.
+    """
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
@@ -35,123 +38,142 @@ class Passage:
 
 
 @runtime_checkable
-class Everywhere(Protocol):
+class BatchProposer(Protocol):
     """A drafter that proposes at many positions at once for less than one by one."""
 
-    def propose_everywhere(self, text: Passage, plans: Sequence[Plan]) -> list[Draft] | None:
-        """What `propose` says after the prompt and `output_ids[:t]`, with `plans[t]`, for every t; None: ask one by one."""
+    def propose_batch(self, text: FinishedText, plans: Sequence[Plan]) -> list[Draft] | None:
+        """What a proposer of it proposes after the prompt and `output_ids[:t]`, with `plans[t]`,
+        for every t; None: go one by one.
+        """
         ...
 
 
-class Listening:
-    """A drafter that does what the one inside does, and remembers of the current prompt what it was shown and what it said:
-    `said[length]` is its plan and its draft behind so many tokens.
+@dataclass
+class Recording:
+    """What a live sequence leaves for its dense trace: the hidden states that its proposer was
+    given, and by committed length the plan and the draft of each step.
     """
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self._shown: list[Hidden] = []
-        self.said: dict[int, tuple[Plan, Draft]] = {}
+    hidden: list[Hidden] = field(default_factory=list)
+    drafts: dict[int, tuple[Plan, Draft]] = field(default_factory=dict)
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self.inner.members
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return hidden_layers(self.inner)
+class RecordingProposer:
+    """Wraps a proposer and records its inputs and proposals."""
 
-    def facts(self) -> dict[str, Any]:
-        return describe(self.inner)
-
-    def bind(self, target: Target) -> None:
-        self.inner.bind(target)
-
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        self._shown, self.said = [], {}
-        self.inner.start(prompt_ids)
+    def __init__(self, inner: Proposer, recording: Recording) -> None:
+        self._inner, self._recording = inner, recording
 
     def condition(self, hidden: Hidden) -> None:
-        self._shown.append({layer: states.clone() for layer, states in hidden.items()})
-        condition(self.inner, hidden)
+        self._recording.hidden.append({layer: states.clone() for layer, states in hidden.items()})
+        condition(self._inner, hidden)
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        draft = self.inner.propose(context_ids, plan, sampler)
-        self.said[len(context_ids)] = (plan, draft)
+        draft = self._inner.propose(context_ids, plan, sampler)
+        self._recording.drafts[len(context_ids)] = (plan, draft)
         return draft
 
     def observe(self, commit: Commit) -> None:
-        self.inner.observe(commit)
+        self._inner.observe(commit)
 
-    def drafts(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], stop: StopRules, sampler: Sampler
-    ) -> list[Draft]:
-        """The drafts at every position of the text that was just decoded. Where the run itself asked a member, it is what the
-        member said then: arithmetic in other batches may round otherwise.
-        """
-        layers = self._shown[0] if self._shown else ()
-        hidden = {layer: torch.cat([shown[layer] for shown in self._shown]) for layer in layers}
-        said, plans = self.said, full_plans(self.members, len(prompt_ids), len(output_ids), stop)
-        drafts = everywhere(self.inner, Passage(prompt_ids, output_ids, hidden, sampler), plans)
-        return [
-            _as_said(draft, plan, said.get(len(prompt_ids) + position), self.members)
-            for position, (draft, plan) in enumerate(zip(drafts, plans, strict=True))
-        ]
+    def close(self) -> None:
+        close(self._inner)
 
 
-def full_plans(members: Sequence[Member], num_prompt: int, num_output: int, stop: StopRules) -> list[Plan]:
+def dense_drafts(
+    drafter: Drafter,
+    recording: Recording,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    stop: StopRules,
+    sampler: Sampler,
+) -> list[Draft]:
+    """The drafts at every position of a text that was just decoded. Where a member drafted in the
+    run itself, its recorded draft is taken: arithmetic in other batches may round otherwise.
+    """
+    layers = recording.hidden[0] if recording.hidden else ()
+    hidden = {layer: torch.cat([part[layer] for part in recording.hidden]) for layer in layers}
+    plans = full_plans(drafter.members, len(prompt_ids), len(output_ids), stop)
+    text = FinishedText(prompt_ids, output_ids, hidden, sampler)
+    return [
+        _with_recorded(draft, plan, recording.drafts.get(length), drafter.members)
+        for length, (draft, plan) in enumerate(
+            zip(propose_all(drafter, text, plans), plans, strict=True), start=len(prompt_ids)
+        )
+    ]
+
+
+def full_plans(
+    members: Sequence[Member], num_prompt: int, num_output: int, stop: StopRules
+) -> list[Plan]:
     """At every position, the most that each member may draft there."""
     budget = FixedBudget(max_nodes=sum(member.num_draft_nodes for member in members))
-    contexts = [
-        PlanContext(tuple(members), length, stop.tokens_wanted(length))
-        for length in range(num_prompt, num_prompt + num_output)
+    lengths = range(num_prompt, num_prompt + num_output)
+    return [
+        budget.plan(PlanContext(tuple(members), length, stop.tokens_wanted(length)))
+        for length in lengths
     ]
-    return [budget.plan(context) for context in contexts]
 
 
-def everywhere(drafter: Drafter, text: Passage, plans: Sequence[Plan]) -> list[Draft]:
-    """One draft for every plan: at once if the drafter can, else one by one, as in a run that accepts nothing."""
-    if isinstance(drafter, Everywhere):
-        drafts = drafter.propose_everywhere(text, plans)
+def propose_all(drafter: Drafter, text: FinishedText, plans: Sequence[Plan]) -> list[Draft]:
+    """One draft for every plan: at once if the drafter can, else one by one, as in a run that
+    accepts nothing.
+    """
+    if isinstance(drafter, BatchProposer):
+        drafts = drafter.propose_batch(text, plans)
         if drafts is not None:
             return drafts
+    proposer = drafter.begin(tuple(text.prompt_ids))
+    try:
+        return _one_by_one(proposer, text, plans)
+    finally:
+        close(proposer)
+
+
+def _one_by_one(proposer: Proposer, text: FinishedText, plans: Sequence[Plan]) -> list[Draft]:
     ids, num_before, hidden = tuple(text.prompt_ids), len(text.prompt_ids) - 1, text.hidden
-    drafter.start(ids)
-    condition(drafter, {layer: states[:num_before] for layer, states in hidden.items()} if num_before else {})
+    prompt_states = {layer: states[:num_before] for layer, states in hidden.items()}
+    condition(proposer, prompt_states if num_before else {})
     drafts = []
-    for position, (token, plan) in enumerate(zip(text.output_ids, plans, strict=True)):
-        drafts.append(drafter.propose(ids, plan, text.sampler) if plan.num_tokens else Draft())
-        place = num_before + position
-        condition(drafter, {layer: states[place : place + 1] for layer, states in hidden.items()})
-        drafter.observe(Commit((), (token,)))
+    for place, (token, plan) in enumerate(
+        zip(text.output_ids, plans, strict=True), start=num_before
+    ):
+        drafts.append(proposer.propose(ids, plan, text.sampler) if plan.num_tokens else Draft())
+        new = {layer: states[place : place + 1] for layer, states in hidden.items()}
+        condition(proposer, new)
+        proposer.observe(Commit((), (token,)))
         ids += (token,)
     return drafts
 
 
-def _as_said(full: Draft, plan: Plan, said: tuple[Plan, Draft] | None, members: Sequence[Member]) -> Draft:
-    """The full draft, with what members said in the run in its place."""
-    if said is None:
-        return replace(full, seconds=(), laws=())
+def _with_recorded(
+    full: Draft, plan: Plan, recorded: tuple[Plan, Draft] | None, members: Sequence[Member]
+) -> Draft:
+    """The full draft, with the recorded proposals of members that could draft as much in their
+    step.
+    """
+    if recorded is None:
+        return replace(full, seconds=(), draft_probs=(), scheduled=())
+    given, draft = recorded
     parts = []
     for index, member in enumerate(members):
-        part, own = part_of(full, index), part_of(said[1], index)
-        given, asked = (_share(each, index) for each in (plan, said[0]))
-        is_passed_over = said[0].first_only and any(said[1].owner(node) < index for node in range(len(said[1])))
-        if asked.num_tokens == given.num_tokens and asked.num_nodes >= given.num_nodes and not is_passed_over:
+        part, own = part_of(full, index), part_of(draft, index)
+        share, wanted = given.shares[index], plan.shares[index]
+        was_scheduled = draft.scheduled[index] if draft.scheduled else share.num_tokens > 0
+        is_as_deep = share.num_tokens == wanted.num_tokens
+        # A drafter without others is given the whole plan, which may have fewer nodes.
+        num_nodes = share.num_nodes if len(members) > 1 else given.num_nodes
+        if was_scheduled and is_as_deep and num_nodes >= wanted.num_nodes:
             part = _continued(own, part) if member.stops_early else own
         parts.append(part)
     return side_by_side(parts)
 
 
-def _share(plan: Plan, index: int) -> Plan:
-    """A member's own plan; of a drafter without others, the whole."""
-    return plan.members[index] if len(plan.members) > 1 else plan
-
-
 def _continued(own: Draft, full: Draft) -> Draft:
     """A draft that may have ended early, with the rest of the full one if that begins alike."""
     count = len(own)
-    if len(full) <= count or full.token_ids[:count] != own.token_ids or full.parents[:count] != own.parents:
+    same_tokens = full.token_ids[:count] == own.token_ids
+    if len(full) <= count or not same_tokens or full.parents[:count] != own.parents:
         return own
-    claims = tuple((own if node < count else full).claim(node) for node in range(len(full)))
-    return replace(full, claims=claims, laws=(), owners=(), seconds=())
+    confidences = [(own if node < count else full).confidence(node) for node in range(len(full))]
+    return Draft(full.token_ids, full.parents, confidences=tuple(confidences))

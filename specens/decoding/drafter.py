@@ -1,4 +1,4 @@
-"""What a drafter is. A new one is a class with these five names, and a YAML file that points to it."""
+"""What a drafter is. A new one is a class with `members`, `bind` and `begin`, and a YAML file."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ if TYPE_CHECKING:
     import torch
 
     from specens.decoding.sampling import Sampler
-    from specens.decoding.target import Target
+    from specens.decoding.target.target import Target
+
+    Hidden = Mapping[int, torch.Tensor]
+    """Layer -> states `[num_positions, hidden_size]`."""
 
 
 @runtime_checkable
-class Drafter(Protocol):
-    """Anything that proposes tokens. The loop calls, once a run: `bind`; once a prompt: `start`; in every step `observe`,
-    and before it `propose`, unless the plan leaves this drafter out. Whatever a drafter proposes, the output stays the
-    target's own; only its speed changes.
+class Proposer(Protocol):
+    """A drafter at work on one sequence; it holds all state of that sequence. In every step the
+    loop calls `propose`, unless the plan leaves this drafter idle, and then `observe`.
+
+    Two more methods are optional. `condition(hidden)` is called by proposers of a drafter with
+    `hidden_layers`: layer -> `[num_new, hidden_size]`, at the positions that have entered the
+    target's cache: once after `begin` those of the prompt but its last token, then, before each
+    `observe`, those of the last committed token and the accepted run. `close()` is called when the
+    sequence has ended, for whoever holds something that others wait for.
     """
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """One entry per drafter inside: a plain drafter names itself, an ensemble its members, none is empty."""
-        ...
-
-    def bind(self, target: Target) -> None:
-        """Meet the target: load models, compare vocabularies. Raises UserError when the two do not fit."""
-        ...
-
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        """Begin a prompt and forget the one before. Counted as prefill, so the place for work that grows with the prompt."""
-        ...
-
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        """Guess what follows `context_ids`: at most `plan.num_tokens` deep and `plan.num_nodes` nodes; empty when it has
-        nothing to say. A drafter that samples picks with `sampler`, which shares its noise with the target.
+        """What may follow `context_ids`: at most `plan.num_tokens` deep and `plan.num_nodes` nodes;
+        empty to abstain. A drafter that samples does so with `sampler`, which shares its noise with
+        the target.
         """
         ...
 
@@ -46,37 +42,55 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Conditioned(Protocol):
-    """A drafter that reads the target's hidden states, besides the five names of a Drafter. They come from the forwards that
-    run anyway, so they cost nothing, and the target stays as it is.
+class Drafter(Protocol):
+    """Anything that proposes tokens: weights and options, but no state of a sequence. The loop
+    calls `bind` once, and `begin` for every sequence. Whatever a drafter proposes, the output stays
+    the target's own; only its speed changes.
+
+    Three more names are optional: `hidden_layers`, the indices of transformers' `hidden_states`
+    that its proposers read (0: embeddings, 1: after the first layer), known after `bind`;
+    `facts()`, what a run's record should say besides the configuration; and `propose_batch` (see
+    `dense.BatchProposer`).
     """
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """What it wants, after `bind`: indices of transformers' `hidden_states` (0: embeddings, 1: after the first layer)."""
+    def members(self) -> tuple[Member, ...]:
+        """One entry per drafter inside: a plain drafter names itself, an ensemble its members."""
         ...
 
-    def condition(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Layer -> `[num_new, hidden_size]`, at the positions that have entered the target's cache: after `start` those of
-        the prompt but its last token, then, before each `observe`, those of the last committed token and the accepted run.
+    def bind(self, target: Target) -> None:
+        """Meet the target: load models, compare vocabularies. Raises UserError when the two do not
+        fit.
+        """
+        ...
+
+    def begin(self, prompt_ids: Sequence[int]) -> Proposer:
+        """The state of a new sequence. Its time counts as prefill, so it is the place for work that
+        grows with the prompt.
         """
         ...
 
 
 def hidden_layers(drafter: Drafter) -> tuple[int, ...]:
-    """The layers that a drafter (or any of its members) wants to see."""
-    return drafter.hidden_layers if isinstance(drafter, Conditioned) else ()
+    """The layers that the proposers of a drafter (or of any of its members) read."""
+    return tuple(getattr(drafter, "hidden_layers", ()))
 
 
-def condition(drafter: Drafter, hidden: Mapping[int, torch.Tensor]) -> None:
-    """Hand the hidden states to a drafter that wants any."""
-    if hidden and isinstance(drafter, Conditioned):
-        drafter.condition(hidden)
+def condition(proposer: Proposer, hidden: Hidden) -> None:
+    """Hand the target's hidden states to a proposer that reads any."""
+    if hidden and hasattr(proposer, "condition"):
+        proposer.condition(hidden)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def describe(drafter: Drafter) -> dict[str, Any]:
-    """What a run's record should say of a drafter besides its configuration, such as a model's real dtype and size: whatever
-    its method `facts` returns, if it has one.
+def close(proposer: Proposer) -> None:
+    """Tell a proposer that its sequence has ended."""
+    if hasattr(proposer, "close"):
+        proposer.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def facts_of(drafter: Drafter) -> dict[str, Any]:
+    """What a run's record should say of a drafter besides its configuration, such as a model's real
+    dtype and size.
     """
     facts = getattr(drafter, "facts", None)
     return dict(facts()) if facts is not None else {}

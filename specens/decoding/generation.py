@@ -1,8 +1,8 @@
 """transformers' own generation options -> a Sampler and StopRules for one prompt.
 
-Options are read, merged and turned into logits processors and stop tests by transformers itself, so that they mean here what
-they mean in `model.generate`. What cannot run on a token tree is refused by name. (The methods used are private to
-transformers, one reason why its version is pinned.)
+Options are read, merged and turned into logits processors and stop tests by transformers itself, so
+that they mean here what they mean in `model.generate`. What cannot run on a token tree is refused
+by name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from specens.compat import generation_config, generation_defaults, logits_processors
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules, StopTest
-from specens.decoding.target import Target
-from specens.errors import UserError, check_count
+from specens.decoding.target.target import Target
+from specens.errors import UserError, check_count, check_list, check_number
 
 HONOURED = frozenset(
     {
@@ -57,7 +58,9 @@ HONOURED = frozenset(
         "return_dict_in_generate",
     }
 )
-"""Options of GenerationConfig that mean the same here; any other one that is set to more than its default is refused."""
+"""Options of GenerationConfig that mean the same here; any other one that is set to more than its
+default is refused.
+"""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -79,36 +82,56 @@ WITHOUT_EFFECT = frozenset(
         "num_beam_groups",
     }
 )
-"""Options that cannot change the output of plain decoding with one beam."""
+"""Options that cannot change the output of AR decoding with one beam."""
 
 
-def merge_options(target: Target, given: GenerationConfig | None, **options: Any) -> GenerationConfig:
-    """The model's own generation config, overridden by `given` and `options`, or a UserError that names what cannot be
-    honoured. `max_length` stays None unless somebody set it.
+def merge_options(
+    target: Target, given: GenerationConfig | None, **options: Any
+) -> GenerationConfig:
+    """The model's own generation config, overridden by `given` and `options`, or a UserError that
+    names what cannot be honoured. `max_length` stays None unless somebody set it.
     """
     model: Any = target.model
-    explicit = [options.get("max_length"), given and given.max_length, model.generation_config.max_length]
+    explicit = [
+        options.get("max_length"),
+        given and given.max_length,
+        model.generation_config.max_length,
+    ]
     try:
-        config, unknown = model._prepare_generation_config(given, **options)
+        config, unknown = generation_config(model, given, options)
     except (ValueError, TypeError) as error:
         raise UserError(f"generation options: {error}") from error
     if unknown:
         known = inspect.signature(model.generate).parameters
         name = sorted(unknown)[0]
-        what = "argument {} of generate cannot be honoured here" if name in known else "unknown generation option {}"
+        what = (
+            "argument {} of generate cannot be honoured here"
+            if name in known
+            else "unknown generation option {}"
+        )
         raise UserError(f"{what.format(repr(name))}; leave it out")
     for name in ("max_length", "max_new_tokens", "min_new_tokens"):
         if options.get(name) is not None:
             check_count(name, options[name], 0)
     config.max_length = next((length for length in explicit if length is not None), None)
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = generation_defaults()
     for name, value in config.to_dict().items():
-        if name in HONOURED or name in WITHOUT_EFFECT or value is None or value == defaults.get(name) or value is False:
+        if (
+            name in HONOURED
+            or name in WITHOUT_EFFECT
+            or value is None
+            or value == defaults.get(name)
+            or value is False
+        ):
             continue
-        raise UserError(f"generation option {name}={value!r} cannot be honoured in speculative decoding; leave it out")
+        raise UserError(
+            f"generation option {name}={value!r} cannot be honoured in speculative decoding; leave "
+            "it out"
+        )
     _check_temperature(config.temperature)
     if config.do_sample and config.temperature == 0:
-        config.do_sample = False  # the limit of sampling at low temperatures, and what people mean by it
+        # the limit of sampling at low temperatures, and what people mean by it
+        config.do_sample = False
     return config
 
 
@@ -126,50 +149,52 @@ def prepare(
     prompt_key: str,
     coupled: bool = True,
 ) -> tuple[Sampler, StopRules]:
-    """The sampler and the stop rules of one prompt. The noise is keyed by (seed, prompt_key), not by what ran before;
-    `coupled` says whether drafters share it.
+    """The sampler and the stop rules of one prompt. The noise is keyed by (seed, prompt_key), not
+    by what ran before; `coupled` says whether drafters share it.
     """
-    model: Any = target.model
-    config = copy.deepcopy(config)
-    num_prompt = len(prompt_ids)
+    config, num_prompt = copy.deepcopy(config), len(prompt_ids)
     if config.max_new_tokens is not None:
         config.max_length = num_prompt + config.max_new_tokens
     elif config.max_length is None:
-        config.max_length = num_prompt + GenerationConfig._get_default_generation_params()["max_length"]
+        config.max_length = num_prompt + generation_defaults()["max_length"]
     if config.max_length <= num_prompt:
         raise UserError(
-            f"nothing to generate: the prompt has {num_prompt} tokens and max_length is {config.max_length}"
+            f"nothing to generate: the prompt has {num_prompt} tokens and max_length is "
+            f"{config.max_length}"
         )
     target.check_prompt(prompt_ids, config.max_length)
-    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
     try:
-        processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=num_prompt,
-            logits_processor=LogitsProcessorList(),
-            device=target.device,
-        )
+        processors = logits_processors(target.model, config, num_prompt, target.device)
     except ValueError as error:
         raise UserError(f"generation options: {error}") from error
-    stop = StopRules(config.max_length, eos_ids(config), target.context_limit, stop_test(config, target.tokenizer))
+    test = stop_test(config, target.tokenizer)
+    stop = StopRules(config.max_length, eos_ids(config), target.context_limit, test)
     noise = KeyedNoise(seed, prompt_key) if config.do_sample else None
     return Sampler(processors, noise, coupled=coupled), stop
 
 
 def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
-    """All ids that end a text: the generation config's list, the one source of truth (a drafter's never ends anything)."""
+    """All ids that end a text: the generation config's list, the one source of truth (a drafter's
+    never ends anything).
+    """
     ids = config.eos_token_id
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
-def stop_test(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> StopTest | None:
-    """transformers' own test for stop strings, also those split over tokens, on the end of the ids only."""
+def stop_test(
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> StopTest | None:
+    """transformers' own test for stop strings, also those split over tokens, on the end of the ids
+    only.
+    """
     if not config.stop_strings:
         return None
     if tokenizer is None:
-        raise UserError("stop strings need the target's tokenizer: specens.attach(model, tokenizer, ...)")
+        raise UserError(
+            "stop strings need the target's tokenizer: specens.attach(model, tokenizer, ...)"
+        )
     criteria = StopStringCriteria(stop_strings=config.stop_strings, tokenizer=tokenizer)
 
     def test(ids: Sequence[int]) -> bool:
@@ -181,7 +206,9 @@ def stop_test(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | Non
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The `sampling.*` words of the command line. Temperature 0 is greedy; `eos_token_ids` None takes the model's own."""
+    """The `sampling.*` overrides. Temperature 0 is greedy; `eos_token_ids` None takes the model's
+    own.
+    """
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -197,30 +224,25 @@ class SamplingOptions:
     stop: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UserError(f"sampling.{name}={value!r}: give a number")
-        _check_temperature(self.temperature)
         check_count("sampling.max_new_tokens", self.max_new_tokens)
         for name in ("min_new_tokens", "top_k", "no_repeat_ngram_size", "seed"):
             check_count(f"sampling.{name}", getattr(self, name), 0)
+        check_number("sampling.temperature", self.temperature)
         for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"sampling.{name}={getattr(self, name)}: give a number from 0 to 1")
-        if not self.repetition_penalty > 0:
-            raise UserError(f"sampling.repetition_penalty={self.repetition_penalty}: give a number above 0")
+            check_number(f"sampling.{name}", getattr(self, name), most=1)
+        check_number("sampling.repetition_penalty", self.repetition_penalty, above=True)
         for name in ("stop", "bad_words"):
-            texts = getattr(self, name)
-            if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-                raise UserError(f"sampling.{name}={texts!r}: give a list of texts, sampling.{name}=[...]")
-        if self.eos_token_ids is not None and not isinstance(self.eos_token_ids, list):
-            raise UserError(f"sampling.eos_token_ids={self.eos_token_ids!r}: give a list, sampling.eos_token_ids=[2,7]")
+            check_list(f"sampling.{name}", getattr(self, name), str, "['###']")
+        if self.eos_token_ids is not None:
+            check_list("sampling.eos_token_ids", self.eos_token_ids, int, "[2,7]")
         for token in self.eos_token_ids or ():
             check_count("sampling.eos_token_ids", token, 0)
-        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != type(self).__dict__[name]]
+        defaults = type(self).__dict__
+        unused = [n for n in ("top_k", "top_p", "min_p") if getattr(self, n) != defaults[n]]
         if self.temperature == 0 and unused:
-            warnings.warn(f"sampling.{unused[0]} has no effect at temperature 0 (greedy)", stacklevel=2)
+            warnings.warn(
+                f"sampling.{unused[0]} has no effect at temperature 0 (greedy)", stacklevel=2
+            )
 
     def generation_config(self, target: Target) -> GenerationConfig:
         """The same as transformers' options, merged with the model's own defaults."""
@@ -245,9 +267,15 @@ class SamplingOptions:
         return merge_options(target, None, **options)
 
     def _bad_words_ids(self, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]] | None:
-        """Each word at the start of a text and after a space: most vocabularies have other tokens for the two."""
+        """Each word at the start of a text and after a space: most vocabularies have other tokens
+        for the two.
+        """
         if not self.bad_words:
             return None
         assert tokenizer is not None
         texts = [text for word in self.bad_words for text in (word, f" {word}")]
-        return [ids for ids in (tokenizer.encode(text, add_special_tokens=False) for text in texts) if ids]
+        return [
+            ids
+            for ids in (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+            if ids
+        ]

@@ -1,5 +1,6 @@
-"""One stopwatch for a step. On CUDA it lays events into the stream, and when the step is read waits for the last of them. That is
-the verdict's, which the host has waited for already: what comes after it, such as moving the cache, overlaps with the next step.
+"""One stopwatch for a step. On CUDA it lays events into the stream, and when the step is read waits
+for the last of them. That is the verdict's, which the host has waited for already: what comes after
+it, such as moving the cache, overlaps with the next step.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 
 
 class Stopwatch:
-    """Adds up named spans of one step: `with watch.span("verify"): ...`, then `watch.read()` -> seconds by name.
+    """Adds up named spans of one step: `with watch.span("verify"): ...`, then `watch.read()` ->
+    seconds by name.
 
-    The host's clock gives the step's whole time; a span on CUDA is the time between two events in the stream, so that
-    measuring does not add synchronisations to what it measures.
+    The host's clock gives the step's whole time; a span on CUDA is the time between two events in
+    the stream, so that measuring does not add synchronisations to what it measures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +42,9 @@ class Stopwatch:
         return event
 
     def restart(self) -> None:
-        """A new step begins now: what happened since the last one (a streamer, a progress bar) is not part of it."""
+        """A new step begins now: what happened since the last one (a streamer, a progress bar) is
+        not part of it.
+        """
         self._marks.clear()
         self._begin = time.perf_counter()
 

@@ -1,7 +1,8 @@
-"""n-gram lookup: what followed the last time the text looked like this? Searches the prompt and the generated text.
+"""n-gram lookup: what followed the last time the text looked like this? Searches the prompt and the
+generated text.
 
-The idea is prompt lookup decoding (Saxena 2023) with an index that grows by one token at a time, so that a proposal costs
-the same at any context length.
+The idea is prompt lookup decoding (Saxena 2023) with an index that grows by one token at a time, so
+that a proposal costs the same at any context length.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target
+from specens.decoding.target.target import Target
 from specens.decoding.types import ROOT, Commit, Draft, Member, Plan
 from specens.errors import UserError, check_count
 
 MAX_MATCHES = 64
-"""Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue alike."""
+"""Matches looked at in one proposal: in a text that repeats itself, thousands of matches continue
+alike.
+"""
 
 HIT_RATES = (0.2, 0.55, 0.65, 0.8, 0.85, 0.88, 0.9, 0.92)
-"""How often the next token agrees too, after so many that did (the last: or more). Counted, and rounded, on a thousand greedy
-answers of SmolLM2-135M-Instruct; where a text is another, the budget learns it.
+"""How often the next token agrees too, after so many that did (the last: or more). Counted, and
+rounded, on a thousand greedy answers of SmolLM2-135M-Instruct; the budget calibrates it by text.
 """
 
 
@@ -29,10 +32,11 @@ def hit_rate(matched: int) -> float:
 
 
 class NGram:
-    """Longest match first, then the newest; up to `num_continuations` different continuations, hung together as a tree.
+    """Longest match first, then the newest; up to `num_continuations` different continuations, hung
+    together as a tree.
 
-    Suffixes of `max_ngram` down to `min_ngram` tokens are looked up. A continuation that reaches the end of the text goes on
-    with itself, so a text with period p is continued with period p.
+    Suffixes of `max_ngram` down to `min_ngram` tokens are looked up. A continuation that reaches
+    the end of the text goes on with itself, so a text with period p is continued with period p.
     """
 
     def __init__(
@@ -48,19 +52,31 @@ class NGram:
         check_count("ngram.min_ngram", min_ngram)
         check_count("ngram.max_ngram", max_ngram)
         if min_ngram > max_ngram:
-            raise UserError(f"ngram.min_ngram={min_ngram} is above ngram.max_ngram={max_ngram}: give a smaller one")
+            raise UserError(
+                f"ngram.min_ngram={min_ngram} is above ngram.max_ngram={max_ngram}: give a smaller "
+                "one"
+            )
         if num_draft_nodes is not None:
             check_count("ngram.num_draft_nodes", num_draft_nodes)
-        self._num_continuations = num_continuations
-        self._lengths = range(max_ngram, min_ngram - 1, -1)
-        self.members = (Member("ngram", num_draft_tokens, num_draft_nodes or num_draft_tokens * num_continuations),)
-        self.start(())
+        self.num_continuations = num_continuations
+        self.lengths = range(max_ngram, min_ngram - 1, -1)
+        most = num_draft_nodes or num_draft_tokens * num_continuations
+        self.members = (Member("ngram", num_draft_tokens, most),)
 
     def bind(self, target: Target) -> None: ...
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> NGramProposer:
+        return NGramProposer(self.lengths, self.num_continuations, prompt_ids)
+
+
+class NGramProposer:
+    """The index of one text."""
+
+    def __init__(self, lengths: range, num_continuations: int, prompt_ids: Sequence[int]) -> None:
+        self._lengths, self._num_continuations = lengths, num_continuations
         self._ids: list[int] = []
-        # n-gram -> where it ended, oldest first. An n-gram is indexed once a token follows it: it then has a continuation.
+        # n-gram -> where it ended, oldest first. An n-gram is indexed once a token follows it: it
+        # then has a continuation.
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._append(prompt_ids)
 
@@ -75,16 +91,17 @@ class NGram:
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         token_ids: list[int] = []
         parents: list[int] = []
-        claims: list[float] = []
+        confidences: list[float] = []
         children: dict[tuple[int, int], int] = {}
         num_continuations = 0
         for begin, matched in islice(self._matches(), MAX_MATCHES):
             if num_continuations == self._num_continuations or len(token_ids) >= plan.num_nodes:
                 break
             before, node = len(token_ids), ROOT
-            claim = 1.0
-            for depth, token in enumerate(self._continuation(begin, plan.num_tokens), start=matched):
-                claim *= hit_rate(depth)
+            confidence = 1.0
+            continuation = self._continuation(begin, plan.num_tokens)
+            for depth, token in enumerate(continuation, start=matched):
+                confidence *= hit_rate(depth)
                 child = children.get((node, token))
                 if child is None:
                     if len(token_ids) >= plan.num_nodes:
@@ -92,13 +109,15 @@ class NGram:
                     child = children[(node, token)] = len(token_ids)
                     token_ids.append(token)
                     parents.append(node)
-                    claims.append(claim)
+                    confidences.append(confidence)
                 node = child
             num_continuations += len(token_ids) > before
-        return Draft(tuple(token_ids), tuple(parents), claims=tuple(claims))
+        return Draft(tuple(token_ids), tuple(parents), confidences=tuple(confidences))
 
     def _matches(self) -> Iterator[tuple[int, int]]:
-        """Positions of the tokens that followed an earlier copy of the text's end, and the copy's length."""
+        """Positions of the tokens that followed an earlier copy of the text's end, and the copy's
+        length.
+        """
         seen: set[int] = set()
         for length in self._lengths:
             if length > len(self._ids):

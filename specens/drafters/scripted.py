@@ -1,6 +1,6 @@
-"""Drafters with a known answer: an oracle, one that is always wrong, one that always says the same, one that replays.
-
-They bound what drafting can win or lose, and they are what the laws are tested with.
+"""Drafters with a known answer: an oracle, one that is always wrong, one that always proposes the
+same, one that replays texts. They bound what drafting can win or lose, and the laws are tested with
+them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import torch
 
-from specens.decoding.cache import KVCache
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target
+from specens.decoding.target.target import Target
 from specens.decoding.types import Commit, Draft, Member, Plan, TokenTree, chain_parents
-from specens.errors import UserError, check_count
+from specens.errors import UserError, check_count, check_flag
 
 
 def _member(name: str, num_draft_tokens: int) -> tuple[Member, ...]:
@@ -24,35 +22,35 @@ def _member(name: str, num_draft_tokens: int) -> tuple[Member, ...]:
 
 
 class Oracle:
-    """Proposes what the target is about to say, by asking the target itself. Costs a target forward per token: it shows
-    how many steps a perfect prophet would save, not how much time. `wrong=True` shifts every token, so that all are wrong.
+    """Proposes what the target is about to output, by running the target itself. Costs a target
+    forward per token: it shows how many steps a perfect drafter would save, not how much time.
+    `wrong=True` shifts every token, so that all are wrong.
     """
 
     def __init__(self, num_draft_tokens: int = 4, wrong: bool = False) -> None:
+        check_flag("oracle.wrong", wrong)
         self.members = _member("wrong" if wrong else "oracle", num_draft_tokens)
         self._wrong = wrong
 
     def bind(self, target: Target) -> None:
         self._target = target
 
-    def start(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int]) -> Oracle:
+        return self  # it computes everything from the context
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
-        ids, laws = list(context_ids), []
-        cache = self._target.prefill(ids)
-        for _ in range(plan.num_tokens):
-            ((token, law),) = sampler.draw(ids, self._next_logits(cache, ids[-1]))
-            ids.append(token)
-            laws.append(law)
+        ids, draft_probs = list(context_ids), []
+        with self._target.prefill(ids) as cache:
+            for _ in range(plan.num_tokens):
+                logits = self._target.score(cache, ids[-1], TokenTree(), "tree")[0]
+                cache.accept(())
+                ((token, probs),) = sampler.sample(ids, logits)
+                ids.append(token)
+                draft_probs.append(probs)
         drafted = ids[len(context_ids) :]
         if self._wrong:
             return Draft.chain([(token + 1) % self._target.vocab_size for token in drafted])
-        return Draft.chain(drafted, laws)
-
-    def _next_logits(self, cache: KVCache, last_token: int) -> torch.Tensor:
-        logits = self._target.score(cache, last_token, TokenTree(), "tree")[0]
-        cache.accept(())
-        return logits
+        return Draft.chain(drafted, draft_probs)
 
     def observe(self, commit: Commit) -> None: ...
 
@@ -69,9 +67,11 @@ class Fixed:
 
     def bind(self, target: Target) -> None:
         if any(not 0 <= token < target.vocab_size for token in self._draft.token_ids):
-            raise UserError(f"fixed: token_ids must lie in 0..{target.vocab_size - 1}, got {self._draft.token_ids}")
+            most, found = target.vocab_size - 1, self._draft.token_ids
+            raise UserError(f"fixed: token_ids must lie in 0..{most}, got {found}")
 
-    def start(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int]) -> Fixed:
+        return self
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         return self._draft if plan.num_tokens else Draft()
@@ -85,13 +85,16 @@ def _outputs_of(folder: Path) -> dict[tuple[int, ...], list[int]]:
     try:
         rows = pq.read_table(path, columns=["prompt_ids", "output_ids"]).to_pylist()
     except (OSError, ValueError) as error:
-        raise UserError(f"replayed: cannot read {path} ({str(error).splitlines()[0]}); give a run folder") from error
-    return {tuple(row["prompt_ids"]): row["output_ids"] for row in rows if row["prompt_ids"] and row["output_ids"]}
+        reason = str(error).splitlines()[0]
+        raise UserError(f"replayed: cannot read {path} ({reason}); give a run folder") from error
+    done = (row for row in rows if row["prompt_ids"] and row["output_ids"])
+    return {tuple(row["prompt_ids"]): row["output_ids"] for row in done}
 
 
 class Replayed:
-    """Proposes the continuation of whole texts it was given: prompt -> the ids that followed it, from an earlier run. Silent
-    on other prompts, and for the rest of a prompt once the text has left the recording. `run` names a run folder instead.
+    """Proposes the continuation of whole texts that it was given: prompt -> the ids that followed
+    it, from an earlier run. Abstains on other prompts, and for the rest of a prompt once the text
+    has left the recording. `run` names a run folder instead.
     """
 
     def __init__(
@@ -103,19 +106,24 @@ class Replayed:
         if (recordings is None) == (run is None):
             raise UserError("replayed: give the run folder to replay, drafter.run=<folder>")
         self.members = _member("replayed", num_draft_tokens)
-        if run is not None:
-            recordings = _outputs_of(Path(run))
-        self._recordings = {tuple(prompt): list(output) for prompt, output in (recordings or {}).items()}
-        self._rest: list[int] = []
+        known = _outputs_of(Path(run)) if run is not None else recordings or {}
+        self._recordings = {tuple(prompt): tuple(output) for prompt, output in known.items()}
 
     def bind(self, target: Target) -> None: ...
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        self._rest = list(self._recordings.get(tuple(prompt_ids), ()))
+    def begin(self, prompt_ids: Sequence[int]) -> ReplayedProposer:
+        return ReplayedProposer(self._recordings.get(tuple(prompt_ids), ()))
+
+
+class ReplayedProposer:
+    """What is left of one recording."""
+
+    def __init__(self, rest: tuple[int, ...]) -> None:
+        self._rest = rest
 
     def propose(self, context_ids: Sequence[int], plan: Plan, sampler: Sampler) -> Draft:
         return Draft.chain(self._rest[: plan.num_tokens])
 
     def observe(self, commit: Commit) -> None:
         count = len(commit.token_ids)
-        self._rest = self._rest[count:] if tuple(self._rest[:count]) == commit.token_ids else []
+        self._rest = self._rest[count:] if self._rest[:count] == commit.token_ids else ()

@@ -1,0 +1,214 @@
+"""What all commands share: Hydra's entry point, help, paths, errors in one line and exit codes.
+
+`python -m specens.<verb>` and `specens <verb>` are the same; a command is a folder with a
+`__main__.py`, whose `main` is decorated with `command`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from hydra.utils import get_original_cwd
+
+from specens import __version__
+from specens.cli_help import VERBS, help_text
+from specens.config import CONF_DIR, VERSION_BASE, config_name, expanded
+from specens.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Call:
+    """One job of a command: its configuration, the overrides it was composed from, and the folder
+    that Hydra chose for it. `is_sweep`: one of several jobs of a --multirun.
+    """
+
+    config: DictConfig
+    overrides: tuple[str, ...]
+    folder: Path
+    is_sweep: bool
+
+
+def command(
+    verb: str,
+    *,
+    interrupted: str,
+    sweeps: bool = True,
+    uses_models: bool = True,
+    rewrite: Callable[[list[str]], list[str]] = list,
+) -> Callable[[Callable[[Call], int | None]], Callable[[], None]]:
+    """Make a function the main function of `python -m specens.<verb>`.
+
+    The function gets a Call and returns None or an exit code. Relative paths are relative to the
+    folder of the launch. UserError becomes one line and exit code 1, Ctrl-C the line `interrupted`
+    (with {folder}) and 130. `sweeps` False refuses --multirun. `rewrite` may change the overrides
+    before Hydra reads them.
+    """
+
+    def decorate(function: Callable[[Call], int | None]) -> Callable[[], None]:
+        @hydra.main(config_path=CONF_DIR, config_name=config_name(verb), version_base=VERSION_BASE)
+        def enter(config: DictConfig) -> None:
+            job = HydraConfig.get()
+            folder = Path(job.runtime.output_dir)
+            overrides = tuple(job.overrides.task)
+            call = Call(config, overrides, folder, job.mode == RunMode.MULTIRUN)
+            os.chdir(get_original_cwd())  # also with hydra.job.chdir=true
+            with failing_in_one_line(call.is_sweep, interrupted.format(folder=folder)):
+                if call.is_sweep and not sweeps:
+                    raise UserError(
+                        "no --multirun here: the jobs would overwrite each other's files; give the "
+                        "command once for each"
+                    )
+                if uses_models:
+                    quiet_libraries()
+                code = function(call)
+            if code:
+                sys.exit(code)
+
+        @functools.wraps(function)
+        def main() -> None:
+            given, flags = split(sys.argv[1:])
+            if "--version" in flags:
+                print(f"specens {__version__}")
+                return
+            try:
+                overrides = expanded(rewrite(given))
+                if "--help" in flags or "-h" in flags:
+                    show(help_text(verb, [*overrides, *_search_path(flags)]))
+                    return
+                # Hydra takes overrides on both sides of a flag for a mistake.
+                sys.argv[1:] = [*overrides, *flags]
+            except UserError as error:
+                print(f"specens: {error}", file=sys.stderr)
+                sys.exit(1)
+            enter()
+
+        return main
+
+    return decorate
+
+
+VALUED = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd")
+"""Flags of Hydra that the next word belongs to."""
+
+
+def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are overrides (or a prompt), and those that are flags."""
+    overrides, flags = [], []
+    before = ""
+    for word in given:
+        (flags if word.startswith("-") or before in VALUED else overrides).append(word)
+        before = word
+    return overrides, flags
+
+
+def _search_path(flags: Sequence[str]) -> list[str]:
+    """The override that does what `--config-dir` does."""
+    for flag, after in zip(flags, [*flags[1:], ""], strict=True):
+        name, _, folder = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            return [f"hydra.searchpath=[file://{Path(folder or after).absolute()}]"]
+    return []
+
+
+def show(text: str) -> None:
+    """Print, also to a reader that has enough before the end, such as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def quiet_libraries() -> None:
+    """A command's own lines are what the terminal is for: no loading bars, and warnings go to the
+    job's log.
+    """
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    logging.captureWarnings(True)
+
+
+@contextmanager
+def failing_in_one_line(is_sweep: bool, interrupted: str) -> Iterator[None]:
+    """What every command does with errors: UserError is a line and exit code 1, Ctrl-C 130."""
+    try:
+        yield
+    except UserError as error:
+        if is_sweep:  # Hydra shows one failed job, at the end: say each now
+            logging.getLogger("specens").error("%s", error)
+        # Hydra prints exceptions of this class as their one line, goes on with a sweep's other
+        # jobs and exits with 1.
+        raise CompactHydraException(f"specens: {error}") from None
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """`specens <verb> <overrides>`; alone it lists the verbs."""
+    words = list(sys.argv[1:] if given is None else given)
+    if not words or words[0] in ("-h", "--help", "help"):
+        show(_overview())
+    elif words[0] == "--version":
+        print(f"specens {__version__}")
+    elif words[0] in VERBS:
+        _dispatch(words[0], words[1:])
+    elif words[0] in ("-sc", "--shell-completion"):
+        _complete(words)
+    else:
+        print(f"specens: no command {words[0]!r}; there are {', '.join(VERBS)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _dispatch(verb: str, words: list[str]) -> None:
+    sys.argv = [sys.argv[0], *words]
+    import_module(f"specens.{verb}.__main__").main()
+
+
+def _complete(words: list[str]) -> None:
+    """Tab completion: of the verb here, of its overrides by Hydra, which is shown a command line
+    without the verb.
+    """
+    typed = re.split(" +", os.environ.get("COMP_LINE", "").lstrip())
+    if "query=bash" not in words:
+        _dispatch("run", words)
+    elif len(typed) > 2 and typed[1] in VERBS:
+        given = [word for word in typed[2:-1] if "=" in word[1:]]  # without a race's prompt
+        os.environ["COMP_LINE"] = " ".join([typed[0], *given, typed[-1]])
+        _dispatch(typed[1], words)
+    else:
+        print(" ".join(verb for verb in VERBS if verb.startswith(typed[-1])))
+
+
+def _overview() -> str:
+    lines = [f"  {verb:<8} {what}" for verb, what in VERBS.items()]
+    return "\n".join(
+        [
+            f"specens {__version__}: a laboratory for speculative decoding with several drafters",
+            "",
+            "usage: specens <command> [override=value ...]      (or: python -m specens.<command>)",
+            "",
+            *lines,
+            "",
+            "specens <command> --help explains its overrides, --cfg job shows its configuration.",
+            'Tab completion in bash: eval "$(specens -sc install=bash)"',
+        ]
+    )

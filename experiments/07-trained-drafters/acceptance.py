@@ -1,8 +1,11 @@
-"""Acceptance length of each drafter alone, without decoding again: python experiments/07-prophets/acceptance.py <run folder>
+"""Acceptance length of each drafter alone, without decoding again:
 
-Greedy drafts never change the text, so the texts of one run (of any drafter, or of none) tell how every other drafter would have
-done on them: each proposal is compared with what follows, and the step moves on by what was right and one token. The target
-reads each text once, for the hidden states. Counts are those of a live run, step for step.
+    python experiments/07-trained-drafters/acceptance.py <run folder>
+
+Greedy drafts never change the text, so the texts of one run (of any drafter, or of none) show how
+every other drafter would have done on them: each proposal is compared with what follows, and the
+step advances by the accepted tokens and one more. The target reads each text once, for the hidden
+states. Counts are those of a live run, step for step.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from collections.abc import Sequence
 
 import specens
 from specens.config import build, compose
-from specens.decoding.drafter import Drafter, condition, hidden_layers
+from specens.decoding.drafter import Drafter, close, condition, hidden_layers
 from specens.decoding.sampling import Sampler
-from specens.decoding.target import Target
-from specens.decoding.types import ROOT, Commit, Draft, Plan
+from specens.decoding.target.target import Target
+from specens.decoding.types import ROOT, Commit, Draft, Plan, Share
 
 CASES = (
     ("ngram",),
@@ -42,23 +45,29 @@ def main() -> None:
         drafter.bind(target)
         counts = [alone(target, drafter, prompt, output) for prompt, output in texts]
         steps, emitted = sum(counts), sum(len(output) for _, output in texts)
-        print(f"{name} {' '.join(overrides)}: {emitted / steps:.3f} ({emitted} tokens in {steps} steps)", flush=True)
+        what, counted = " ".join([name, *overrides]), f"{emitted} tokens in {steps} steps"
+        print(f"{what}: {emitted / steps:.3f} ({counted})", flush=True)
 
 
 def alone(target: Target, drafter: Drafter, prompt: list[int], output: list[int]) -> int:
     """Steps that a drafter would have taken to write `output`."""
     ids = prompt + output
-    hidden = target.prefill(ids, hidden_layers(drafter)).hidden  # of all positions but the last
-    drafter.start(tuple(prompt))
-    condition(drafter, {layer: states[: len(prompt) - 1] for layer, states in hidden.items()})
+    with target.prefill(ids, hidden_layers(drafter)) as cache:
+        hidden = cache.hidden  # of all positions but the last
+    proposer = drafter.begin(tuple(prompt))
+    condition(proposer, {layer: states[: len(prompt) - 1] for layer, states in hidden.items()})
     member, at, steps = drafter.members[0], len(prompt), 0
     while at < len(ids):
         depth = min(member.num_draft_tokens, len(ids) - at - 1)
-        draft = drafter.propose(tuple(ids[:at]), Plan(depth, member.num_draft_nodes), Sampler()) if depth else Draft()
+        plan, draft = Plan.of((Share(depth, member.num_draft_nodes),)), Draft()
+        if depth:
+            draft = proposer.propose(tuple(ids[:at]), plan, Sampler())
         end = at + agreement(draft, ids[at : at + depth]) + 1
-        condition(drafter, {layer: states[at - 1 : end - 1] for layer, states in hidden.items()})
-        drafter.observe(Commit(tuple(range(end - at - 1)), tuple(ids[at:end])))
+        new = {layer: states[at - 1 : end - 1] for layer, states in hidden.items()}
+        condition(proposer, new)
+        proposer.observe(Commit(tuple(range(end - at - 1)), tuple(ids[at:end])))
         at, steps = end, steps + 1
+    close(proposer)
     return steps
 
 
@@ -66,8 +75,8 @@ def agreement(draft: Draft, text: Sequence[int]) -> int:
     """How many tokens of `text` are a path of the draft."""
     reached, length = {ROOT}, 0
     for token in text:
-        nodes = range(len(draft))
-        reached = {node for node in nodes if draft.parents[node] in reached and draft.token_ids[node] == token}
+        children = [node for node in range(len(draft)) if draft.parents[node] in reached]
+        reached = {node for node in children if draft.token_ids[node] == token}
         if not reached:
             break
         length += 1

@@ -5,6 +5,7 @@ they are given.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specens.config import build, compose
 from specens.decoding.budgets.base import Policy
 from specens.decoding.budgets.costs import CostTable
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.dense import Recording
+from specens.decoding.generation import SamplingOptions
 from specens.decoding.loop import Decoder
 from specens.decoding.sampling import KeyedNoise, Sampler
 from specens.decoding.stopping import StopRules
@@ -26,7 +29,14 @@ from specens.decoding.types import ROOT, Commit, Draft, Member, StepRecord, Toke
 from specens.decoding.verify import Coupled, Verifier
 from specens.drafters.trained.networks import NetworkConfig
 from specens.drafters.trained.weights import Trained, model_fingerprint
-from specens.prompts.sources import DEMO_FILE
+from specens.models.load import ModelSpec
+from specens.models.tiny import TinyModel
+from specens.prompts.sources import DEMO_FILE, Jsonl
+from specens.records.writer import RunWriter
+from specens.run.job import Job
+from specens.run.run_job import run_job
+from specens.run.terminal import Terminal
+from specens.run.tracker import NoTracker
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -266,3 +276,49 @@ def run_command(main: Callable[[], object], monkeypatch, folder: Path, *given: s
     finally:
         logging.captureWarnings(False)
     return 0
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def jsonl(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+TEXTS = [
+    "one two one two one",
+    "aaaa",
+    "The cat sat on the mat. The cat sat",
+    "x = 1; y = 2; x = 1; y =",
+]
+
+
+def texts_file(folder: Path, texts: Sequence[str] = TEXTS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return jsonl(
+        folder / "prompts.jsonl", *({"id": f"p{i}", "text": text} for i, text in enumerate(texts))
+    )
+
+
+def run_drafter(folder: Path, drafter, path: Path, **options) -> dict:
+    """A run on the tiny target with a drafter that no configuration names."""
+    job = Job(
+        target=ModelSpec(TinyModel(), dtype="float32", device="cpu"),  # pyright: ignore
+        drafter=drafter,
+        prompts=Jsonl(path=str(path)),
+        tracker=NoTracker(),
+        **{
+            "sampling": SamplingOptions(max_new_tokens=12),
+            "budget": build_part("budget"),
+            "verifier": build_part("verifier"),
+            "layout": "tree",
+            **options,
+        },
+    )
+    return run_job(job, RunWriter(folder), {}, Terminal())
+
+
+def build_part(part: str):
+    return build(compose(["budget=fixed"])[part])

@@ -8,10 +8,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers import run_command
+from helpers import run_command, summary_of
 
 from specens.analysis.metrics import drafter_table
 from specens.config import compose
@@ -183,10 +182,6 @@ def folder(tmp_path, monkeypatch):
 def package(folder: Path, name: str, code: str) -> None:
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(code, encoding="utf-8")
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def refusal(*overrides: str) -> str:

@@ -12,7 +12,9 @@ import pandas as pd
 import pytest
 
 from specens.analysis.figures import canvas, run, subsets
+from specens.analysis.figures.tree import token_tree
 from specens.decoding.budgets.costs import CostTable
+from specens.decoding.types import TokenTree, Verdict
 from specens.errors import UserError
 
 if TYPE_CHECKING:
@@ -254,3 +256,36 @@ def test_a_missing_matplotlib_is_one_line_that_names_the_extra(monkeypatch: pyte
     with pytest.raises(UserError, match=r"pip install 'specens\[notebooks\]'") as caught:
         run.win_rates(SUMMARY)
     assert "\n" not in str(caught.value)
+
+
+TREE = TokenTree(  # a, and then b or c; both of the root's own children, a and d
+    token_ids=(1, 2, 3, 4), parents=(-1, 0, 0, -1), depths=(1, 2, 2, 1), owners=(0b11, 1, 2, 2)
+)
+
+
+def test_a_token_tree_shows_every_token_who_proposed_it_and_what_was_accepted():
+    figure = token_tree(TREE, Verdict((0, 2), 9), list("abcd"), PAIR, "start", "end")
+    boxes = {text.get_text(): text for text in figure.axes[0].texts}
+    assert set(boxes) == {"a", "b", "c", "d", "start", "end"}
+    columns = {text: box.get_position()[0] for text, box in boxes.items()}
+    assert columns == {"start": 0, "a": 1, "d": 1, "b": 2, "c": 2, "end": 3}
+    assert len({box.get_position() for box in boxes.values()}) == len(boxes)
+
+    def frame(text: str) -> float:
+        patch = boxes[text].get_bbox_patch()
+        assert patch is not None
+        return patch.get_linewidth()
+
+    bold = {text for text in boxes if frame(text) == frame("start")}
+    assert bold == {"start", "a", "c", "end"}
+    owned = {str(dots.get_label()): dots.get_offsets() for dots in figure.axes[0].collections}
+    assert {name: len(np.asarray(places)) for name, places in owned.items()} == {
+        "ngram": 2,  # a, b
+        "heads": 3,  # a, c, d
+    }
+
+
+def test_a_token_tree_of_which_nothing_was_accepted_ends_in_the_targets_token():
+    figure = token_tree(TREE, Verdict((), 9), list("abcd"), PAIR, "start", "end")
+    places = [text.get_position() for text in figure.axes[0].texts]
+    assert len(set(places)) == len(places) == 6

@@ -11,8 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from helpers import Fake
-from run.test_run import run_drafter, summary_of, texts_file
+from helpers import Fake, run_drafter, summary_of, texts_file
 
 from specens.config import compose, resolved
 from specens.decoding.types import Draft

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run.test_run import run_drafter, texts_file
+from helpers import run_drafter, texts_file
 from traces import node_of
 
 from specens.decoding.budgets.bandit import BanditBudget

@@ -11,31 +11,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from helpers import Fake, plain_greedy, run_command
+from helpers import (
+    TEXTS,
+    Fake,
+    jsonl,
+    plain_greedy,
+    run_command,
+    run_drafter,
+    summary_of,
+    texts_file,
+)
 
 from specens.config import compose
-from specens.decoding.generation import SamplingOptions
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.ngram import NGram
 from specens.errors import UserError
 from specens.models.load import ModelSpec
 from specens.models.tiny import TinyModel, byte_tokenizer
-from specens.prompts.sources import Jsonl
 from specens.records.reader import load
 from specens.records.schema import SCHEMAS
-from specens.records.writer import RunWriter
 from specens.run import run
 from specens.run.__main__ import main
-from specens.run.job import Job
-from specens.run.run_job import run_job
-from specens.run.terminal import Terminal
-from specens.run.tracker import NoTracker
 
 FILES = {"drafts.parquet", "prompts.parquet", "steps.parquet", "summary.json", "report.html"}
 COLUMNS = {
@@ -69,54 +70,6 @@ def _cache(cache, monkeypatch):
 
 def smoke(folder: Path, *overrides: str) -> dict:
     return run(compose(["experiment=smoke", "drafter=ngram", "budget=fixed", *overrides]), folder)
-
-
-def summary_of(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-
-
-def jsonl(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-TEXTS = [
-    "one two one two one",
-    "aaaa",
-    "The cat sat on the mat. The cat sat",
-    "x = 1; y = 2; x = 1; y =",
-]
-
-
-def texts_file(folder: Path, texts: Sequence[str] = TEXTS) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return jsonl(
-        folder / "prompts.jsonl", *({"id": f"p{i}", "text": text} for i, text in enumerate(texts))
-    )
-
-
-def run_drafter(folder: Path, drafter, path: Path, **options) -> dict:
-    """A run on the tiny target with a drafter that no configuration names."""
-    job = Job(
-        target=ModelSpec(TinyModel(), dtype="float32", device="cpu"),  # pyright: ignore
-        drafter=drafter,
-        prompts=Jsonl(path=str(path)),
-        tracker=NoTracker(),
-        **{
-            "sampling": SamplingOptions(max_new_tokens=12),
-            "budget": build_part("budget"),
-            "verifier": build_part("verifier"),
-            "layout": "tree",
-            **options,
-        },
-    )
-    return run_job(job, RunWriter(folder), {}, Terminal())
-
-
-def build_part(part: str):
-    from specens.config import build
-
-    return build(compose(["budget=fixed"])[part])
 
 
 # What a run writes

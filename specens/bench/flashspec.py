@@ -63,7 +63,12 @@ class FlashSpec:
         return FlashSpecRunner(setup, engine, assistant)
 
     def _engine(self, setup: BenchSetup, assistant: PreTrainedModel | None) -> Any:
-        from flashspec import engine  # pyright: ignore[reportMissingImports]
+        from flashspec.engine import (  # pyright: ignore[reportMissingImports]
+            HuggingFaceDrafter,
+            NgramDrafter,
+            SpeculativeEngine,
+            TargetModel,
+        )
         from flashspec.utils import config  # pyright: ignore[reportMissingImports]
 
         name, device, dtype = setup.target.name, setup.target.device, setup.target.dtype
@@ -77,14 +82,12 @@ class FlashSpec:
         }
         drafter: Any = None
         if assistant is None:
-            drafter = engine.NgramDrafter()
+            drafter = NgramDrafter()
             options |= {"drafter_strategy": "bandit", "bandit": config.BanditConfig(n_arms=1)}
         else:
-            drafter = engine.HuggingFaceDrafter(
-                "assistant", device, dtype, temperature=0, model=assistant
-            )
-        target = engine.TargetModel(name, device, dtype, model=setup.target.model)
-        return engine.SpeculativeEngine(config.FlashSpecConfig(**options), [drafter], target)
+            drafter = HuggingFaceDrafter("assistant", device, dtype, temperature=0, model=assistant)
+        target = TargetModel(name, device, dtype, model=setup.target.model)
+        return SpeculativeEngine(config.FlashSpecConfig(**options), [drafter], target)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Call:
     """One job of a command: its configuration, the overrides it was composed from, and the folder
-    that Hydra chose for it. `is_sweep`: one of several jobs of a --multirun.
+    that Hydra chose for it. `hydra` is Hydra's own node of the configuration; `is_sweep`: one of
+    several jobs of a --multirun.
     """
 
     config: DictConfig
     overrides: tuple[str, ...]
     folder: Path
+    hydra: DictConfig
     is_sweep: bool
 
 
@@ -64,10 +66,10 @@ def command(
     def decorate(function: Callable[[Call], int | None]) -> Callable[[], None]:
         @hydra.main(config_path=CONF_DIR, config_name=config_name(verb), version_base=VERSION_BASE)
         def enter(config: DictConfig) -> None:
-            job = HydraConfig.get()
+            job: Any = HydraConfig.get()  # a DictConfig, whatever its annotation says
             folder = Path(job.runtime.output_dir)
             overrides = tuple(job.overrides.task)
-            call = Call(config, overrides, folder, job.mode == RunMode.MULTIRUN)
+            call = Call(config, overrides, folder, job, job.mode == RunMode.MULTIRUN)
             os.chdir(get_original_cwd())  # also with hydra.job.chdir=true
             with failing_in_one_line(call.is_sweep, interrupted.format(folder=folder)):
                 if call.is_sweep and not sweeps:

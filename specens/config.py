@@ -19,7 +19,6 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -251,16 +250,11 @@ def group_names(group: str) -> list[str]:
     return sorted(path.stem for path in (Path(CONF_DIR) / group).glob("[!_]*.yaml"))
 
 
-def write_overrides(config: DictConfig, folder: Path) -> None:
+def write_overrides(config: DictConfig, folder: Path, job: DictConfig) -> None:
     """The three files that Hydra would write into `.hydra` of a job's folder, now that the folder
     is this job's own: Hydra would write them before it is known whether the folder holds a finished
-    run. Nothing for a folder that is not a Hydra job's.
+    run. `job` is Hydra's own node of the configuration.
     """
-    if not HydraConfig.initialized():
-        return
-    job = HydraConfig.get()
-    if Path(job.runtime.output_dir) != folder.absolute():
-        return  # of an earlier job in this process
     own = OmegaConf.create({"hydra": OmegaConf.to_container(job, resolve=False)})
     home = folder / ".hydra"
     home.mkdir(exist_ok=True)

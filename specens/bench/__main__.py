@@ -24,7 +24,8 @@ def refuse_growth(given: list[str]) -> list[str]:
 def main(call: Call) -> None:
     from specens.bench.bench import bench  # torch only when something is measured
 
-    systems = bench(call.config, call.folder, call.overrides)["systems"].values()
+    done = bench(call.config, call.folder, call.overrides, call.hydra)
+    systems = done["systems"].values()
     failed = sum(system["num_failed"] for system in systems)
     if failed:
         whole = sum(system["num_decodings"] for system in systems)

@@ -43,16 +43,19 @@ TURN_TOKENS = 64
 """More than a chat template puts around a turn."""
 
 
-def bench(config: DictConfig, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def bench(
+    config: DictConfig, folder: Path, overrides: Sequence[str] = (), hydra: DictConfig | None = None
+) -> dict[str, Any]:
     """Measure what `config`, composed from `overrides`, describes into `folder`; the content of
-    bench.json.
+    bench.json. With `hydra`, Hydra's own node of the configuration, the folder gets a `.hydra` too.
     """
     terminal, options = Terminal(), build(config.bench)
     refuse_ignored(overrides)
     job = bench_job(config)
     systems = described(config, job, options.systems)
     _take(folder)
-    write_overrides(config, folder)
+    if hydra is not None:
+        write_overrides(config, folder, hydra)
     session = load_session(job, terminal)
     done = Bench(session, systems, options, folder, resolved(config), terminal).run()
     terminal.say((folder / "bench.md").read_text(encoding="utf-8").rstrip())

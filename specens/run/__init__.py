@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def run(config: DictConfig, folder: Path) -> dict[str, Any]:
-    """Run one job into `folder` and return its summary."""
+def run(config: DictConfig, folder: Path, hydra: DictConfig | None = None) -> dict[str, Any]:
+    """Run one job into `folder` and return its summary. With `hydra`, Hydra's own node of the
+    configuration, the folder gets a `.hydra` too, as a Hydra job's.
+    """
     from specens.records.writer import RunWriter
     from specens.run.job import job_of
     from specens.run.run_job import run_job
     from specens.run.terminal import Terminal
 
     writer, terminal = RunWriter(folder), Terminal()
-    write_overrides(config, folder)
+    if hydra is not None:
+        write_overrides(config, folder, hydra)
     try:
         job = job_of(config)
     except UserError as error:

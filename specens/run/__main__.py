@@ -9,7 +9,7 @@ from specens.run import run
 
 @command("run", interrupted="interrupted; prompts that were finished are in {folder}")
 def main(call: Call) -> None:
-    summary = run(call.config, call.folder)
+    summary = run(call.config, call.folder, call.hydra)
     failed, whole = summary["num_failed"], summary["num_prompts"]
     if failed:
         raise UserError(f"{failed} of {whole} prompts failed, the others are in {call.folder}")

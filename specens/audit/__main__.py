@@ -32,7 +32,7 @@ def with_folder(given: list[str]) -> list[str]:
 def main(call: Call) -> int:
     from specens.audit.audit_run import audit
 
-    found = audit(call.config, call.folder, call.overrides)
+    found = audit(call.config, call.folder, call.overrides, call.hydra)
     if found.is_lossless:
         return 0
     if call.is_sweep:  # a failed job of the sweep; the others go on

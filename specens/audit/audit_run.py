@@ -32,14 +32,18 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def audit(config: DictConfig, folder: Path, overrides: Sequence[str] = ()) -> Audit:
-    """Audit the run that `run` names, or one that is made first, into `folder`."""
+def audit(
+    config: DictConfig, folder: Path, overrides: Sequence[str] = (), hydra: DictConfig | None = None
+) -> Audit:
+    """Audit the run that `run` names, or one that is made first, into `folder`. `hydra`: as for
+    specens.run.run.
+    """
     terminal, options = Terminal(), build(config.audit)
     if config.run is None:
         own = run_part(config)
         if "prompts.limit" not in map(_name, overrides):
             own.prompts.limit = options.num_prompts
-        run(own, folder)
+        run(own, folder, hydra)
     else:
         refuse_ignored(overrides)
         folder = Path(str(config.run)).expanduser().absolute()

@@ -47,7 +47,7 @@ def bench(
     config: DictConfig, folder: Path, overrides: Sequence[str] = (), hydra: DictConfig | None = None
 ) -> dict[str, Any]:
     """Measure what `config`, composed from `overrides`, describes into `folder`; the content of
-    bench.json. With `hydra`, Hydra's own node of the configuration, the folder gets a `.hydra` too.
+    bench.json. `hydra`: as for specens.run.run.
     """
     terminal, options = Terminal(), build(config.bench)
     refuse_ignored(overrides)

@@ -199,7 +199,7 @@ def test_the_audit_of_a_finished_run_logs_in_its_folder(tmp_path, monkeypatch):
 def test_a_sweep_marks_what_is_not_lossless_and_goes_on(tmp_path, monkeypatch, capsys):
     seen = []
 
-    def found(config, folder, given):
+    def found(config, folder, *given):
         seen.append(config.layout)
         lossless = config.layout == "rows"
         return SimpleNamespace(is_lossless=lossless, verdict="BUG", folder=folder)

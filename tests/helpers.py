@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -320,5 +321,10 @@ def run_drafter(folder: Path, drafter, path: Path, **options) -> dict:
     return run_job(job, RunWriter(folder), {}, Terminal())
 
 
+@functools.cache
+def fixed_config() -> DictConfig:
+    return compose(["budget=fixed"])
+
+
 def build_part(part: str):
-    return build(compose(["budget=fixed"])[part])
+    return build(fixed_config()[part])

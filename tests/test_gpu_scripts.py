@@ -28,6 +28,7 @@ def cost_table(path: Path, *given: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_cost_table_is_complete_and_readable(tmp_path):
     path = tmp_path / "new" / "tiny.json"
     written = cost_table(path, "--compiled", "true", "--quantization", "none")

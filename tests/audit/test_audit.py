@@ -101,6 +101,7 @@ def test_a_run_of_one_width_is_held_to_ar_decoding_of_that_width(home, tmp_path)
     assert "exact_width=12 (AR decoding too" in words_of(done)
 
 
+@pytest.mark.slow
 def test_a_greedy_run_has_outputs_sampled_for_it_with_other_seeds(home, tmp_path):
     # As many tokens as it takes to catch the control of these tiny models.
     done = audited(home, tmp_path / "run", "audit.sampled_tokens=800", "audit.num_prompts=3")
@@ -345,7 +346,7 @@ def test_scores_that_depend_on_what_else_is_scored_are_no_rounding(home, tmp_pat
     assert not done.run.is_noise and "that is no rounding" in done.page()
 
 
-@pytest.mark.parametrize("verifier", ["per_row", "typical"])
+@pytest.mark.parametrize("verifier", [pytest.param("per_row", marks=pytest.mark.slow), "typical"])
 def test_a_verifier_that_changes_the_distribution_is_caught_by_the_command(
     home, tmp_path, monkeypatch, near, tokenizer, verifier
 ):

@@ -110,7 +110,7 @@ def text(spec: Any, prompt: list[int], seed: int | None) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-JOBS = [*itertools.product(laws.PROMPTS, (None, 1, 2, 3))]
+JOBS = [*itertools.product(laws.PROMPTS, (None, 1))]
 
 
 @pytest.mark.laws

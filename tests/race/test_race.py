@@ -463,6 +463,7 @@ def test_a_race_ends_with_both_texts_a_verdict_and_the_table_of_wins(kind, answe
     assert re.search(r"knows +\S+%", table) and re.search(r"fails +0\.0%", table)
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_compiled_race_are_compiled(answer, monkeypatch):
     """Compiled forwards hold one context at a time: each side has its own."""
     from specens.decoding.target.compiled import CompiledModel

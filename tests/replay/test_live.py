@@ -89,7 +89,7 @@ def live(folder: Path, names, budget: Budget, sampling: str):
     drafter = Ensemble({name: member(name) for name in names})
     sampling_options = SamplingOptions(max_new_tokens=COUNT, **SAMPLING[sampling])
     options = {"sampling": sampling_options, "budget": budget, "budget_node": node_of(budget)}
-    run_drafter(folder, drafter, path, trace="dense", **options)
+    run_drafter(folder, drafter, path, trace="dense", baseline=False, **options)
     return read_trace(folder)
 
 

@@ -35,7 +35,7 @@ def check_number(
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     number = value if is_number else math.nan
-    inside = least <= number <= most and math.isfinite(number)  # pyright: ignore[reportOperatorIssue,reportArgumentType]
+    inside = least <= number <= most and math.isfinite(number)  # pyright: ignore
     if not inside or (above and number == least):
         words = f"above {least:g}" if above else f"{least:g} or more"
         limit = "" if most == math.inf else f", at most {most:g}"
@@ -58,7 +58,7 @@ def check_choice(option: str, value: object, choices: Collection[Any]) -> None:
 def check_list(option: str, value: object, item: type, example: str, least: int = 0) -> None:
     """UserError unless `value` is a list of `least` or more items of one type, texts not empty."""
     is_list = isinstance(value, list) and len(value) >= least
-    if not is_list or not all(_is_item(entry, item) for entry in value):  # pyright: ignore[reportGeneralTypeIssues,reportOptionalIterable]
+    if not is_list or not all(_is_item(entry, item) for entry in value):  # pyright: ignore
         raise UserError(f"{option}={value!r}: give a list, such as {option}={example}")
 
 

@@ -211,7 +211,7 @@ class _Probs:
 
     def __call__(self, prefix: tuple[int, ...]) -> list[float]:
         if prefix not in self.known:
-            scores = self.processors(torch.tensor([prefix]), self.logits(prefix)[None].clone())  # pyright: ignore
+            scores = self.processors(torch.tensor([prefix]), self.logits(prefix)[None].clone())
             self.known[prefix] = scores[0].softmax(-1).tolist()
         return self.known[prefix]
 

@@ -476,7 +476,7 @@ def test_b47_a_saved_configuration_loads_to_the_same_text(tmp_path):
     OmegaConf.save(config, tmp_path / "config.yaml")
     again = OmegaConf.load(tmp_path / "config.yaml")
     assert resolved(again) == resolved(config)  # pyright: ignore
-    assert resolved(again)["prompts"]["texts"] == ["cost ${x}", "a: b", 'say "q"']  # pyright: ignore
+    assert resolved(again)["prompts"]["texts"] == ["cost ${x}", "a: b", 'say "q"']
 
 
 # Where it lies

@@ -140,12 +140,14 @@ def test_the_metrics_page_has_every_definition():
         assert written == {m.key: m.meaning for m in METRICS if m.scope == scope}
 
 
-def test_prose_and_settings_have_at_most_100_columns():
+def test_lines_have_at_most_100_columns():
     paths = [*PAGES, *REPOSITORY.glob("*.md"), *REPOSITORY.glob("*.toml")]
-    paths += [p for room in ("conf", "experiments") for p in (REPOSITORY / room).rglob("*.*")]
+    folders = ("specens", "conf", "experiments", "tests")
+    paths += [path for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
     paths += [REPOSITORY / ".ci" / "run", *(REPOSITORY / "notebooks").glob("*.md")]
     for path in paths:
-        if path.suffix in ("", ".md", ".yaml", ".toml", ".sh", ".py"):
+        is_ours = "data" not in path.parts and path.is_file()  # not an old run, kept as it was
+        if is_ours and path.suffix in ("", ".md", ".yaml", ".toml", ".sh", ".py"):
             wide = [line for line in path.read_text("utf-8").splitlines() if len(line) > 100]
             assert not wide, f"{path.name}: {wide[0]}"
 

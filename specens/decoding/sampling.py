@@ -193,7 +193,7 @@ class Sampler:
         if probability >= 1:
             return True
         is_open = probability > 0 and self._noise is not None
-        return is_open and self._noise.flip(probability, position, turn)  # pyright: ignore[reportOptionalMemberAccess]
+        return is_open and self._noise.flip(probability, position, turn)  # pyright: ignore
 
     def choice(self, probs: torch.Tensor, position: int) -> int:
         """A token from `probs`, with the noise of a position."""

@@ -192,7 +192,7 @@ class LanguageModel:
         if not model.fits_tree:
             return None
         ids = [*text.prompt_ids, *text.output_ids]
-        num_ids = model.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
+        num_ids = model.model.get_input_embeddings().weight.shape[0]  # pyright: ignore
         num_readable = next(
             (place for place, token in enumerate(ids) if token >= num_ids), len(ids)
         )

@@ -140,7 +140,7 @@ def pack(model: nn.Module, kind: str) -> None:
                 continue
             weight: Any = layer.weight
             if weight.device.type == "cpu" and weight.dtype == torch.float32:
-                setattr(parent, name, PackedLinear.of(layer, kind))  # pyright: ignore[reportArgumentType]
+                setattr(parent, name, PackedLinear.of(layer, kind))  # pyright: ignore
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> nn.Linear:

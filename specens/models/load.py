@@ -259,7 +259,8 @@ def int8_packed(model: PreTrainedModel) -> PreTrainedModel:
     unpack(model)
     pack(model, "int8")
     attend_exactly(model)
-    setattr(model, "is_quantized", True)  # noqa: B010 - as transformers marks what bitsandbytes has quantised
+    # As transformers marks what bitsandbytes has quantised.
+    setattr(model, "is_quantized", True)  # noqa: B010
     return model
 
 

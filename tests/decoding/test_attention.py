@@ -74,7 +74,8 @@ def test_a_mask_may_be_repeated_for_the_groups_already(repeats):
     query, key, value = inputs(4, 2, 3, 9)
     mask, module = mask_of(3, 9), SimpleNamespace(num_key_value_groups=2, is_causal=True)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask)  # pyright: ignore
-    found, _ = grouped_attention(module, query, key, value, mask.repeat(1, 1, repeats, 1))  # pyright: ignore
+    masks = mask.repeat(1, 1, repeats, 1)
+    found, _ = grouped_attention(module, query, key, value, masks)  # pyright: ignore
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 

@@ -1409,7 +1409,7 @@ def test_calibration_on_the_beginning_of_a_long_prompt_teaches_drafters_nothing(
             calibrate(decoder, prompt, 4)
         decoder.prefill(prompt).close()
         drafter.begin([5, 6])
-        return drafter.drafters["growing"]._grown._sorted  # pyright: ignore[reportAttributeAccessIssue]
+        return drafter.drafters["growing"]._grown._sorted  # pyright: ignore
 
     assert grown(True) == grown(False)
 

@@ -684,7 +684,7 @@ def test_the_stage_refuses_what_it_cannot_use(tiny, tokenizer, corpus, tmp_path)
         ("stage.files", lambda: DatastoreStage(folder)),
         ("stage.files", lambda: DatastoreStage(folder, files="a.txt")),  # pyright: ignore
         ("nowhere.txt", lambda: DatastoreStage(folder, files=["nowhere.txt"])),
-        ("with_suffixes", lambda: DatastoreStage(folder, str(corpus), with_suffixes=1)),  # pyright: ignore
+        ("with_suffixes", lambda: DatastoreStage(folder, str(corpus), with_suffixes=1)),
         ("tokenizer", lambda: DatastoreStage(folder, str(corpus)).run(bare)),
         ("corpus.json", lambda: DatastoreStage(folder, str(tmp_path)).run(whole)),
         ("image.txt", lambda: DatastoreStage(folder, files=image).run(whole)),

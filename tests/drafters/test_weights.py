@@ -35,7 +35,8 @@ def test_weights_name_their_target_and_how_they_were_made_and_have_a_card(path):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         kept = file.get_tensor("kept_ids")
-        tensors = [file.get_tensor(name) for name in file.keys() if name != "kept_ids"]  # noqa: SIM118
+        names = [name for name in file.keys() if name != "kept_ids"]  # noqa: SIM118
+        tensors = [file.get_tensor(name) for name in names]
     assert all(bool(tensor.isfinite().all()) for tensor in tensors)
     assert torch.equal(kept, kept.unique()), "ascending, each once"
     training, config = json.loads(metadata["training"]), json.loads(metadata["config"])

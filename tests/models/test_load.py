@@ -595,7 +595,7 @@ def test_b37_b38_a_quantised_copy_of_a_model_in_memory_drafts_and_keeps_the_outp
 
 
 def test_a_quantised_copy_of_a_loaded_target_uses_the_targets_own_files(monkeypatch):
-    spec = ModelSpec(TinyModel(config={"hidden_size": 64}), dtype="float32", device="cpu")  # pyright: ignore
+    spec = ModelSpec(TinyModel(config={"hidden_size": 64}), dtype="float32", device="cpu")
     loaded = spec.load()
     target = Target(loaded.model, loaded.tokenizer, origin=spec)
     monkeypatch.setattr(

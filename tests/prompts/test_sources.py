@@ -37,7 +37,7 @@ def byte_tokenizer(chat_template: Any = None) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     backend.decoder = token_decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     backend.post_processor = post  # pyright: ignore[reportAttributeAccessIssue]
@@ -416,7 +416,7 @@ class Rows(dict[str, list[Any]]):
 
 
 def install_datasets(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Rows]) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
 
 
 def test_hub_reads_a_column_and_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
 
 
 def test_chat_is_true_false_or_null() -> None:
-    assert "prompts.chat='yes'" in refusal(Inline(texts=["a"], chat="yes"))  # pyright: ignore[reportArgumentType]
+    assert "prompts.chat='yes'" in refusal(Inline(texts=["a"], chat="yes"))  # pyright: ignore
 
 
 def test_a_mistake_behind_the_limit_is_still_found(write: Write) -> None:

@@ -437,7 +437,7 @@ def answer(cache) -> list[int]:
     """What the tiny target answers to the prompt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECENS_CACHE", str(cache))
-        model = ModelSpec(TinyModel(), dtype="float32", device="cpu").load().model  # pyright: ignore
+        model = ModelSpec(TinyModel(), dtype="float32", device="cpu").load().model
     return plain_greedy(model, ids_of_prompt(PROMPT), 24, eos=(1,))
 
 

@@ -349,7 +349,8 @@ def _layers_of(model: PreTrainedModel, hidden_layers: Sequence[int]) -> list[Any
         raise CannotCompileError("the model takes no position_ids")
     cache = GrowingCache()
     try:
-        ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)  # pyright: ignore
+        embeddings: Any = model.get_input_embeddings()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=embeddings.weight.device)
         extra: dict[str, Any] = (
             {"output_hidden_states": list(hidden_layers)} if hidden_layers else {}
         )

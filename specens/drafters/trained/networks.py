@@ -131,7 +131,7 @@ class Block(nn.Module):
         length = context.length + len(features)
         rotation = self._rotation(torch.arange(context.length, length, device=features.device))
         joined = self.join_norm(self.join(features.flatten(1)))
-        new = [layer.keys_and_values(joined, rotation) for layer in self.layers]  # pyright: ignore[reportCallIssue]
+        new = [layer.keys_and_values(joined, rotation) for layer in self.layers]  # pyright: ignore
         if context.states:
             old = context.states
             new = [

@@ -231,6 +231,7 @@ def _control(entry: Evidence, bound: float) -> str:
         return "not possible: it takes two members that propose at one position"
     z = f"z = {number(most.z, '.2f')} ({most.name})"
     sampled = f"every token sampled by verifier=per_row from the same proposals gives {z}"
+    more = "raise audit.sampled_tokens"
     if abs(most.z) > bound:
-        return f"caught: {sampled}. A bias in part of the tokens takes more: audit.sampled_tokens="
-    return f"not caught: {sampled}, too few tokens to show such a bias: audit.sampled_tokens="
+        return f"caught: {sampled}. For a bias in part of the tokens, {more}"
+    return f"not caught: {sampled}, too few tokens to show such a bias: {more}"

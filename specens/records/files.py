@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock
 
 from specens.errors import UserError
 
@@ -81,6 +80,8 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """Make a folder unless it is there, under a lock: one process makes it while others wait."""
     if folder.is_dir():
         return folder
+    from filelock import FileLock  # analysis reads runs where only pandas and pyarrow are installed
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,15 +192,14 @@ def _was_scheduled(folder: Path, table: pa.Table) -> np.ndarray:
 
 def _was_priority(folder: Path) -> bool:
     """Of a run of version 3: by its dense trace, or by its configuration."""
-    import yaml  # comes with Hydra; without it there is no configuration to read
-
     try:
         if (folder / DENSE_NAME).is_file():
             schema = pq.read_schema(folder / DENSE_NAME)
             return facts_of_dense(schema)["budget"]["name"] == "priority"
         text = (folder / ".hydra" / "config.yaml").read_text(encoding="utf-8")
-        return bool(yaml.safe_load(text)["budget"].get("first_only"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        # As Hydra writes it; only a budget has this option. YAML may not be installed.
+        return re.search(r"^ +first_only: true$", text, flags=re.MULTILINE) is not None
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

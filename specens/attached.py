@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specens.analysis.metrics import drafter_table, summarise
+from specens.analysis.summary import drafter_table, summarise
 from specens.config import group_names, named
 from specens.decoding.budgets.base import Budget
 from specens.decoding.budgets.cost_aware import CostAwareBudget
@@ -85,7 +85,7 @@ class Attached:
     @property
     def stats(self) -> pd.DataFrame:
         """One row per drafter over all `generate` calls so far: win rate, acceptance, cost (see
-        analysis.metrics).
+        analysis/metrics.py).
         """
         rows = [
             (

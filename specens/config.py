@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,9 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -106,15 +110,48 @@ def config_name(command: str) -> str:
     return "config" if command == "run" else command
 
 
+ADDED_MEMBER = re.compile(r"\+{1,2}drafter(?:@drafter)?\.members\.([\w-]+)(?:\._target_)?=")
+"""How an override begins that adds a member to an ensemble."""
+
+
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra takes them: `drafter=[a,b]` chooses members of the default ensemble."""
+    """Overrides as Hydra takes them: `drafter=[a,b]` chooses members of the default ensemble, which
+    has the members that other overrides add as well. Several lists, with commas between them, are a
+    sweep. Raises UserError where lists and names are mixed.
+    """
+    found = map(ADDED_MEMBER.match, overrides)
+    added = dict.fromkeys(match[1] for match in found if match)
     taken: list[str] = []
     for override in overrides:
-        if override.startswith("drafter=["):
-            taken += ["drafter=ensemble", f"drafter.only={override.removeprefix('drafter=')}"]
+        if lists := _lists_of_members(override):
+            whole = ([*names, *(name for name in added if name not in names)] for names in lists)
+            only = ",".join(f"[{','.join(names)}]" for names in whole)
+            taken += ["drafter=ensemble", f"drafter.only={only}"]
         else:
             taken.append(override)
     return taken
+
+
+def _lists_of_members(override: str) -> list[list[str]]:
+    """The lists in `drafter=[a,b],[c]`, their items as they were written; none in another one."""
+    if not override.startswith("drafter=") or "[" not in override:
+        return []
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+    except HydraException:  # Hydra says better what is wrong with it, when it composes
+        return []
+    choices: list[Any] = value.list if isinstance(value, ChoiceSweep) else [value]
+    names = [choice for choice in choices if not isinstance(choice, list)]
+    if names and len(names) < len(choices):
+        raise UserError(
+            f"{override}: mixes names and lists; write every choice as a list of members, such as "
+            "drafter=[ngram],[ngram,quantized] ([]: AR decoding)"
+        )
+    return [[_as_written(item) for item in choice] for choice in choices if choice not in names]
+
+
+def _as_written(item: Any) -> str:
+    return item.with_quotes() if isinstance(item, QuotedString) else str(item)
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.records.credit import credit
 from specens.report.page import report
 

@@ -12,7 +12,7 @@ from helpers import plain_greedy
 from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 
 import specens
-from specens.analysis.metrics import DRAFTER_COLUMNS
+from specens.analysis.summary import DRAFTER_COLUMNS
 from specens.compat import attention_name
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.types import Member

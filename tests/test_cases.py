@@ -31,7 +31,7 @@ from helpers import (
 from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 import specens
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.config import compose
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test

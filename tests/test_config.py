@@ -258,15 +258,47 @@ def test_the_list_wins_over_an_experiment_and_may_name_a_member_that_was_added()
     assert list(members(["experiment=smoke", *chosen])) == ["second", "ngram"]
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        ["+drafter@drafter.members.mine=oracle"],
+        ["+drafter.members.mine={_target_: specens.drafters.ngram.NGram}"],
+        [
+            "+drafter.members.mine._target_=specens.drafters.ngram.NGram",
+            "+drafter.members.mine.max_ngram=2",
+        ],
+    ],
+)
+def test_a_member_that_is_added_is_one_of_the_chosen_wherever_it_stands(added):
+    assert list(members(["drafter=[ngram]", *added])) == ["ngram", "mine"]
+    assert list(members([*added, "drafter=[mine,ngram]"])) == ["mine", "ngram"]
+    assert list(members([*added, "drafter=[]"])) == ["mine"]
+
+
+def test_an_option_that_is_added_to_a_member_does_not_choose_it():
+    found = members(["drafter=[retrieval]", "++drafter.members.ngram.max_ngram=2"])
+    assert list(found) == ["retrieval"]
+
+
+def test_names_and_lists_in_one_sweep_are_refused_in_a_line():
+    for override in ("drafter=ngram,[ngram,quantized]", "drafter=[ngram],wrong"):
+        with pytest.raises(UserError, match="every choice as a list") as refused:
+            expanded([override])
+        assert override in str(refused.value)
+
+
 def test_a_list_may_be_swept_and_others_stay_as_they_are():
-    assert expanded(["a=1", "drafter=[a,b],[c]"]) == [
-        *("a=1", "drafter=ensemble", "drafter.only=[a,b],[c]")
+    assert expanded(["a=1", "drafter=[a, b],[c],[]", "+drafter@drafter.members.d=ngram"]) == [
+        *("a=1", "drafter=ensemble", "drafter.only=[a,b,d],[c,d],[d]"),
+        "+drafter@drafter.members.d=ngram",
     ]
     others = [
         "drafter=ngram",
         "drafter.only=[ngram]",
         "+drafter=[x]",
         "prompts.texts=[drafter=[a]]",
+        "drafter=ngram,none",
+        "drafter=[a",
     ]
     assert expanded(others) == others
 
@@ -276,6 +308,7 @@ def test_a_list_may_be_swept_and_others_stay_as_they_are():
     [
         ("drafter=[ngram,small]", ["drafter=[ngram,small]", "no member small", "retrieval"]),
         ("drafter=[2]", ["drafter.only", "2"]),
+        ("drafter=[ngram,retrieval,ngram]", ["ngram stands there twice"]),
         ("drafter.only=ngram", ["drafter.only", "ngram", "list"]),
     ],
 )

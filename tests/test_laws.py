@@ -25,7 +25,7 @@ from helpers import (
     trained_tokenizer,
 )
 
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.decoding.budgets.bandit import BanditBudget
 from specens.decoding.budgets.base import Budget
 from specens.decoding.budgets.cost_aware import CostAwareBudget

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import run_command, summary_of
 
-from specens.analysis.metrics import drafter_table
+from specens.analysis.summary import drafter_table
 from specens.config import compose
 from specens.errors import UserError
 from specens.models.load import ModelSpec

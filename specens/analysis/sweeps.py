@@ -7,11 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from specens.analysis.metrics import is_list, metrics_of
+from specens.analysis.metrics import further_metrics, metrics_of
+from specens.analysis.summary import is_list
 from specens.errors import UserError
-
-JOB_NUMBERS = ("status", *(metric.key for metric in metrics_of("run", "sweep")))
-"""Columns of `sweep_table` after those of the overrides: keys of `summary.json`."""
 
 
 def swept_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -34,18 +32,18 @@ def swept_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def sweep_table(summaries: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per job, sorted by the swept overrides: a column for each, then `run` and
-    `JOB_NUMBERS`.
+    """One row per job, sorted by the swept overrides: a column for each, then `run`, `status` and
+    the numbers of `summary.json` that a sweep shows, those of further metrics that a job recorded
+    after our own.
 
     An override's column holds numbers if all jobs gave it numbers, else text; a job that did not
     give it has None there. A job that failed before it measured anything has its `status` and no
     numbers.
     """
     swept = swept_overrides(summaries)
-    rows = [
-        _row(summary, swept) | {name: summary.get(name) for name in JOB_NUMBERS}
-        for summary in summaries
-    ]
+    metrics = metrics_of("run", "sweep", further_metrics(summaries))
+    keys = ("status", *(metric.key for metric in metrics))
+    rows = [_row(summary, swept) | {key: summary.get(key) for key in keys} for summary in summaries]
     return _sorted(pd.DataFrame(rows), swept)
 
 

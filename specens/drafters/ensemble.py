@@ -133,7 +133,9 @@ def _chosen(members: dict[str, Drafter], only: list[str] | None) -> dict[str, Dr
     if only is None:
         return members
     check_list("drafter.only", only, str, "[ngram,retrieval]")
-    for name in only:
+    for place, name in enumerate(only):
+        if name in only[:place]:
+            raise UserError(f"drafter=[{','.join(only)}]: {name} stands there twice")
         if name not in members:
             raise UserError(
                 f"drafter=[{','.join(only)}]: the ensemble has no member {name}; it has "

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.decoding.speculator import Completion, Speculator
 from specens.decoding.target.target import Target
 from specens.decoding.types import StepRecord

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from specens.analysis.frames import rows_where
-from specens.analysis.metrics import DEFINITION, Metric, summarise
+from specens.analysis.metrics import Metric, recorded_metrics
+from specens.analysis.summary import summarise
 from specens.cli import Call, command
 from specens.config import refuse_unknown, resolved
 from specens.errors import UserError, one_line
@@ -84,23 +85,13 @@ def _add_further(summary: dict[str, Any], recorded: Mapping[str, Any]) -> list[M
     """The run's metrics of packages of the user's own, by the definitions that it recorded; their
     values are taken from there too, as the packages may not be at hand.
     """
-    entries, drafters = recorded.get("metrics"), recorded.get("drafters")
-    described = [_described(entry) for entry in (entries if isinstance(entries, list) else [])]
-    found = [metric for metric in described if metric is not None]
+    found, drafters = recorded_metrics(recorded), recorded.get("drafters")
     keys = {metric.key for metric in found if metric.scope == "drafter"}
     for name, numbers in (drafters if isinstance(drafters, dict) else {}).items():
         if name in summary["drafters"] and isinstance(numbers, dict):
             own = {key: numbers[key] for key in keys & set(numbers)}
             summary["drafters"][name] = own | summary["drafters"][name]
     return found
-
-
-def _described(entry: Any) -> Metric | None:
-    try:
-        *texts, scope = (str(entry[name]) for name in DEFINITION)
-        return Metric(*texts, compute=lambda _: None, scope=scope)
-    except (KeyError, TypeError):  # whatever another program wrote
-        return None
 
 
 def _page_of_many(run: Run, folder: Path, notices: list[str]) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from specens.analysis.formats import Columns, cells, headings, interval, number
 from specens.analysis.frames import rows_where
-from specens.analysis.metrics import metrics_of
+from specens.analysis.metrics import further_metrics, metrics_of
 from specens.report import drafters as parts
 from specens.report.markup import Html, folded, markup, section, table, tag
 from specens.report.outputs import outputs, prompt_name
@@ -38,8 +38,8 @@ def report(
     metrics: Sequence[Any] = (),
 ) -> str:
     """The page for one run, or for merged ones: its tables (merged: with the column `run`) and its
-    summary (`metrics.summarise`, plus `status`, `error`, `verifier`, `lossy` and `environment`
-    where known). A prompt whose `output_pieces` are not one per token shows its whole text without
+    summary (`summarise`, plus `status`, `error`, `verifier`, `lossy` and `environment` where
+    known). A prompt whose `output_pieces` are not one per token shows its whole text without
     colour.
 
     Of merged runs, `runs` are the single summaries: `run` is a run's name, `overrides` those in
@@ -196,15 +196,18 @@ RUN_COLUMNS: Columns = (
 
 
 def _runs(runs: Sequence[Mapping[str, Any]]) -> Html:
+    """A row per run, with the numbers of further metrics that one of them recorded."""
+    further = metrics_of("run", "page", further_metrics(runs))
+    columns = (*RUN_COLUMNS, *((m.title, m.key, m.form) for m in further))
     rows = [
         [
             tag("bdi", str(run.get("run"))),
             *(str(run.get(key) or "") for key in ("overrides", "status")),
-            *cells(run, RUN_COLUMNS),
+            *cells(run, columns),
         ]
         for run in runs
     ]
-    header = ["run", "overrides", "status", *headings(RUN_COLUMNS)]
+    header = ["run", "overrides", "status", *headings(columns)]
     note = f"Everything below the table is over all {len(runs)} runs together."
     return section("Runs", table(header, rows, label="Runs", num_left=3), note=note)
 

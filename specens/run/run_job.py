@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from specens.analysis.metrics import definitions, drafter_table, summarise
+from specens.analysis.metrics import definitions
+from specens.analysis.summary import drafter_table, summarise
 from specens.decoding.budgets.base import budget_name
 from specens.decoding.budgets.costs import CostTable
 from specens.decoding.generation import eos_ids

@@ -287,7 +287,7 @@ def _tables(
     """
     import wandb
 
-    from specens.analysis.metrics import DRAFTER_COLUMNS  # pandas only when a run is logged
+    from specens.analysis.summary import DRAFTER_COLUMNS  # pandas only when a run is logged
 
     numbers = plain(summary)
     categories = [{"category": name, **row} for name, row in numbers.get("by_category", {}).items()]

@@ -15,15 +15,8 @@ import pandas as pd
 import pytest
 
 from specens.analysis.bootstrap import bootstrap, pooled_ratio
-from specens.analysis.metrics import (
-    DRAFTER_COLUMNS,
-    METRICS,
-    Metric,
-    check_metrics,
-    drafter_table,
-    metrics_of,
-    summarise,
-)
+from specens.analysis.metrics import METRICS, Metric, check_metrics, metrics_of
+from specens.analysis.summary import DRAFTER_COLUMNS, drafter_table, summarise
 from specens.errors import UserError
 from specens.records.credit import credit
 

@@ -48,6 +48,20 @@ def test_a_failed_job_keeps_its_row_without_numbers():
     assert table["speedup"].isna().tolist() == [True, False]
 
 
+def test_a_metric_of_ones_own_is_a_column_after_ours_also_if_only_some_jobs_have_it():
+    texts = {"title": "long steps", "form": ".1%", "unit": "%", "meaning": "long ones"}
+    own = [
+        {"key": "long_step_rate", "scope": "run", **texts},
+        {"key": "first_token_rate", "scope": "drafter", **texts},
+        "not a definition",
+    ]
+    measured = job("1", "layout=tree", long_step_rate=0.25, metrics=own)
+    table = sweep_table([job("0", "layout=rows"), measured])
+    assert table.columns[-1] == "long_step_rate"
+    assert table["long_step_rate"].isna().tolist() == [True, False]
+    assert "first_token_rate" not in table and "speedup" in table
+
+
 def test_drafters_have_a_row_per_job_and_scalars_only():
     drafters = {"a": {"win_rate": 0.5, "acceptance_by_depth": [1.0, 0.5]}, "b": {"win_rate": None}}
     jobs = [job("0", "layout=rows", drafters=drafters), job("1", "layout=tree", drafters={})]

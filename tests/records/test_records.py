@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import REPOSITORY
 
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.decoding.types import MemberRecord, StepRecord
 from specens.errors import UserError
 from specens.records.reader import load, load_dense

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pages import EVIL, PIECES, REPLAY, page, tables
 
-from specens.analysis.metrics import summarise
+from specens.analysis.summary import summarise
 from specens.report.markup import visible
 from specens.report.page import report
 

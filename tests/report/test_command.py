@@ -112,6 +112,15 @@ def test_a_sweep_has_one_page_that_names_its_runs(tmp_path: Path) -> None:
     assert len(page_of(tmp_path).steps) == 2, "a run without steps has its text alone"
 
 
+def test_a_metric_of_ones_own_is_a_column_of_a_sweeps_page(tmp_path: Path) -> None:
+    texts = {"title": "long steps", "form": ".1%", "unit": "%", "meaning": "long ones"}
+    own = {"metrics": [{"key": "long_step_rate", "scope": "run", **texts}], "long_step_rate": 0.25}
+    write(tmp_path / "0", "p", status="finished", **own)
+    write(tmp_path / "1", "p", status="finished")
+    text = page_of(tmp_path).text
+    assert "long steps" in text and "25.0%" in text
+
+
 def test_overrides_that_all_runs_have_are_not_repeated(tmp_path: Path) -> None:
     for number in range(2):
         folder = write(tmp_path / str(number), "p", status="finished")

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from pages import EVIL, PIECES, REPLAY, Page, member, page, subset, tables
 
-from specens.analysis.metrics import Metric, summarise
+from specens.analysis.metrics import Metric
 from specens.analysis.palette import PALETTE
+from specens.analysis.summary import summarise
 from specens.report.bars import Scale
 from specens.report.markup import Html, markup, tag, visible
 from specens.report.outputs import MAX_PROMPT_CHARS, MAX_TOKENS

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from specens.analysis.metrics import DRAFTER_COLUMNS
+from specens.analysis.summary import DRAFTER_COLUMNS
 from specens.config import compose, group_names, named
 from specens.errors import UserError
 from specens.records.reader import load

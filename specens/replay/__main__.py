@@ -39,13 +39,19 @@ def replay(options: Mapping[str, Any]) -> dict[str, Any]:
     content = write_study(
         folder,
         plugins,
-        policy=str(options["policy"]),
+        policy=_policy(options["policy"]),
         max_nodes=options["max_nodes"],
         other_costs=read_costs(str(options["costs"])) if options["costs"] else None,
         others=_others(options["others"] or [], plugins),
     )
     rebuild(folder)
     return content
+
+
+def _policy(value: Any) -> str | Mapping[str, Any]:
+    if isinstance(value, Mapping) and "_target_" not in value:
+        raise UserError(f"policy={value}: give a budget's name, or {{_target_: my_package.Budget}}")
+    return value if isinstance(value, Mapping) else str(value)
 
 
 def _others(names: list[str], plugins: Sequence[str]) -> list[Live]:

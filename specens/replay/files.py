@@ -16,7 +16,7 @@ import pandas as pd
 
 from specens.decoding.budgets.base import Budget, budget_name
 from specens.decoding.budgets.costs import read_versions
-from specens.errors import UserError, one_line
+from specens.errors import UserError, check_count, one_line
 from specens.records.files import COSTS_NAME, REPLAY_NAME, REPLAY_PAGE_NAME, plain, write_result
 from specens.records.reader import Run, load, load_dense, missing_tables, status_of
 from specens.replay.page import page_of
@@ -95,22 +95,34 @@ def budget_of(node: Mapping[str, Any], plugins: Sequence[str] = (), **changed: A
 
 
 def known_budgets(
-    live: Live, max_nodes: int | None = None, plugins: Sequence[str] = ()
+    live: Live,
+    max_nodes: int | None = None,
+    plugins: Sequence[str] = (),
+    further: Mapping[str, Any] | None = None,
 ) -> dict[str, Budget]:
-    """The budgets to compare, by name: those of conf/budget, the simple ones first, and the run's
-    own if it is another one; each with at most `max_nodes` nodes (None: as many as the run had).
+    """The budgets to compare, by name: those of conf/budget, the simple ones first, the run's own
+    if it is another one, and the one that the configuration `further` describes; each with at most
+    `max_nodes` nodes (None: as many as the run had).
     """
     from specens.config import group_names
 
     most = live.budget.max_nodes if max_nodes is None else max_nodes
     found = {name: budget_of(_node(name), max_nodes=most) for name in group_names("budget")}
     budgets = dict(sorted(found.items(), key=lambda entry: entry[1].needs_costs))
-    own = budget_name(live.budget)
-    if own not in budgets:
-        is_as_wide = live.budget.max_nodes == most
-        changed = {} if is_as_wide else {"max_nodes": most}
-        budgets[own] = budget_of(live.budget_node, plugins, **changed)
+    if budget_name(live.budget) not in budgets:
+        budgets[budget_name(live.budget)] = _as_wide(live.budget_node, most, plugins)
+    if further is not None:
+        budget = _as_wide(further, most, plugins)
+        budgets[budget_name(budget)] = budget
     return budgets
+
+
+def _as_wide(node: Mapping[str, Any], most: int, plugins: Sequence[str]) -> Budget:
+    """A budget by its configuration, with `most` nodes at most; one that is so anyway need not have
+    that option.
+    """
+    budget = budget_of(node, plugins)
+    return budget if budget.max_nodes == most else budget_of(node, plugins, max_nodes=most)
 
 
 def _note(name: str, budget: Budget) -> str:
@@ -120,7 +132,9 @@ def _note(name: str, budget: Budget) -> str:
 
     if name in group_names("budget"):
         return about("budget", name)
-    return (inspect.getdoc(type(budget)) or "").partition("\n")[0]
+    first = (inspect.getdoc(type(budget)) or "").partition("\n")[0]
+    is_signature = first.startswith(f"{type(budget).__name__}(")  # what @dataclass writes
+    return "" if is_signature else first
 
 
 def load_one(folder: Path) -> Run:
@@ -147,16 +161,28 @@ def load_one(folder: Path) -> Run:
 
 
 def write_study(
-    folder: Path, plugins: Sequence[str] = (), *, max_nodes: int | None = None, **options: Any
+    folder: Path,
+    plugins: Sequence[str] = (),
+    *,
+    policy: str | Mapping[str, Any] = "fixed",
+    max_nodes: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Study the run in `folder`, leave the files there, and return the content of replay.json.
-    `max_nodes`: None for the run's own; `options` are those of `study`.
+
+    `policy` is the budget under which the subsets are compared: one of `known_budgets`, or the
+    configuration of a further one (`_target_` and options). `max_nodes`: None for what that
+    configuration says, else the run's own; `options` are those of `study`.
     """
     trace, live = read_trace(folder, plugins)
-    most = live.budget.max_nodes if max_nodes is None else max_nodes
-    budgets = known_budgets(live, most, plugins)
+    further = None if isinstance(policy, str) else policy
+    most = (further or {}).get("max_nodes") if max_nodes is None else max_nodes
+    most = live.budget.max_nodes if most is None else most
+    check_count("max_nodes", most)
+    budgets = known_budgets(live, most, plugins, further)
+    name = policy if isinstance(policy, str) else list(budgets)[-1]
     notes = {name: _note(name, budget) for name, budget in budgets.items()}
-    content = study(trace, live, budgets, max_nodes=most, notes=notes, **options)
+    content = study(trace, live, budgets, policy=name, max_nodes=most, notes=notes, **options)
     content = plain({**content, "status": status_of(folder)})
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
     files = {

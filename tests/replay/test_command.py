@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from importlib import import_module
@@ -186,6 +187,30 @@ def test_a_budget_of_a_package_of_ones_own_is_compared_if_the_package_is_listed(
     assert pd.read_csv(folder / "replay.csv").eval("num_nodes <= 3 * calls").all()
 
 
+BARE = PACKAGE.replace('    """A narrow tree."""\n', "").replace("    name = ", "    label = ")
+
+
+def test_any_budget_can_be_asked_of_any_run(folder, capsys, monkeypatch):
+    (folder.parent / "further_package.py").write_text(BARE, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder.parent)
+    where = {"folder": folder, "monkeypatch": monkeypatch}
+    given = ("run=run", "plugins=[further_package]")
+    policy = "policy={_target_: further_package.Narrow}"
+    code, page = output(capsys, *given, policy, **where)
+    assert code == 0
+    assert "Subsets under budget=Narrow (the run's own was fixed), at most 64 nodes" in page
+    assert re.search(r"^\| Narrow +\|  +\|", page, re.M), (
+        "what a dataclass writes as its docstring is no sentence"
+    )
+    few = "policy={_target_: further_package.Narrow, max_nodes: 3}"
+    code, page = output(capsys, *given, few, **where)
+    assert code == 0 and "Subsets under budget=Narrow (the run's own was fixed), at most 3" in page
+    code, page = output(capsys, *given, few, "max_nodes=2", **where)
+    assert code == 0 and "at most 2 nodes" in page
+    code, page = output(capsys, "run=run", policy, **where)
+    assert code == 1 and "plugins=[further_package]" in refusal(page)
+
+
 def test_a_replay_that_is_not_the_run_exits_with_2(folder, capsys, monkeypatch):
     table = pq.read_table(folder / "steps.parquet")
     steps = table.to_pandas()
@@ -249,6 +274,7 @@ def test_a_broken_folder_is_refused_in_one_line(fault, folder, capsys, monkeypat
         (("run=nowhere",), "nowhere is not a folder"),
         (("run=.",), "holds"),
         (("run=run", "policy=greedy"), "choose one of fixed"),
+        (("run=run", "policy={max_nodes: 3}"), "_target_"),
         (("run=run", "plugins=[nowhere_package]"), "plugins=[nowhere_package]: cannot be imported"),
         (("run=run", "max_nodes=0"), "1 or more"),
         (("run=run", "costs=gone.json"), "gone.json"),

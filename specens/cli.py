@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import get_original_cwd
 
 from specens import __version__
-from specens.cli_help import VERBS, help_text
-from specens.config import CONF_DIR, VERSION_BASE, config_name, expanded
-from specens.errors import UserError
+from specens.cli_help import SWEPT, VERBS, help_text
+from specens.config import CONF_DIR, VERSION_BASE, config_name, expanded, refused
+from specens.errors import DrafterError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -51,32 +50,32 @@ def command(
     verb: str,
     *,
     interrupted: str,
-    sweeps: bool = True,
     uses_models: bool = True,
     rewrite: Callable[[list[str]], list[str]] = list,
 ) -> Callable[[Callable[[Call], int | None]], Callable[[], None]]:
     """Make a function the main function of `python -m specens.<verb>`.
 
     The function gets a Call and returns None or an exit code. Relative paths are relative to the
-    folder of the launch. UserError becomes one line and exit code 1, Ctrl-C the line `interrupted`
-    (with {folder}) and 130. `sweeps` False refuses --multirun. `rewrite` may change the overrides
-    before Hydra reads them.
+    folder of the launch. UserError and DrafterError become one line and exit code 1, Ctrl-C the
+    line `interrupted` (with {folder}) and 130. `rewrite` may change the overrides before Hydra
+    reads them. HYDRA_FULL_ERROR=1 in the environment shows a traceback instead of the line.
     """
 
     def decorate(function: Callable[[Call], int | None]) -> Callable[[], None]:
+        has_begun = has_traceback = False
+
         @hydra.main(config_path=CONF_DIR, config_name=config_name(verb), version_base=VERSION_BASE)
         def enter(config: DictConfig) -> None:
+            nonlocal has_begun
+            has_begun = True
             job: Any = HydraConfig.get()  # a DictConfig, whatever its annotation says
             folder = Path(job.runtime.output_dir)
             overrides = tuple(job.overrides.task)
             call = Call(config, overrides, folder, job, job.mode == RunMode.MULTIRUN)
             os.chdir(get_original_cwd())  # also with hydra.job.chdir=true
-            with failing_in_one_line(call.is_sweep, interrupted.format(folder=folder)):
-                if call.is_sweep and not sweeps:
-                    raise UserError(
-                        "no --multirun here: the jobs would overwrite each other's files; give the "
-                        "command once for each"
-                    )
+            # Of a sweep Hydra goes on with the other jobs, and raises one job's error at the end.
+            passes_on = call.is_sweep or has_traceback
+            with failing_in_one_line(interrupted.format(folder=folder), passes_on=passes_on):
                 if uses_models:
                     quiet_libraries()
                 code = function(call)
@@ -85,39 +84,78 @@ def command(
 
         @functools.wraps(function)
         def main() -> None:
-            given, flags = split(sys.argv[1:])
-            if "--version" in flags:
-                print(f"specens {__version__}")
-                return
-            try:
+            nonlocal has_traceback
+            has_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+            with failing_in_one_line("interrupted", passes_on=has_traceback):
+                given, flags = split(sys.argv[1:])
                 overrides = expanded(rewrite(given))
-                if "--help" in flags or "-h" in flags:
-                    show(help_text(verb, [*overrides, *_search_path(flags)]))
+                if answer := _answer(verb, overrides, flags):
+                    show(answer)
                     return
+                check_flags(verb, overrides, flags)
                 # Hydra takes overrides on both sides of a flag for a mistake.
                 sys.argv[1:] = [*overrides, *flags]
-            except UserError as error:
-                print(f"specens: {error}", file=sys.stderr)
-                sys.exit(1)
-            enter()
+                try:
+                    with raising_errors():
+                        enter()
+                except UserError:
+                    raise
+                except Exception as error:
+                    if has_begun:
+                        raise
+                    raise refused(error, verb, overrides) from error
 
         return main
 
     return decorate
 
 
-VALUED = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd")
+VALUED = (
+    *("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp"),
+    *("--config-dir", "-cd", "--experimental-rerun"),
+)
 """Flags of Hydra that the next word belongs to."""
+
+FLAGS = (
+    *VALUED,
+    *("--help", "-h", "--version", "--hydra-help", "--multirun", "-m", "--run", "-r"),
+    *("--resolve", "--info", "-i", "--shell-completion", "-sc"),
+)
+"""Flags of a command: ours, and Hydra's."""
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line that are overrides (or a prompt), and those that are flags."""
+    """The words of a command line that are overrides (or a prompt), and those that are flags.
+    Raises UserError for a flag that there is not.
+    """
     overrides, flags = [], []
     before = ""
     for word in given:
-        (flags if word.startswith("-") or before in VALUED else overrides).append(word)
+        is_value = before in VALUED
+        if word.startswith("-") and not is_value and word.partition("=")[0] not in FLAGS:
+            known = (flag for flag in FLAGS if flag.startswith("--"))
+            raise UserError(f"there is no flag {word}; there are {', '.join(known)}")
+        (flags if word.startswith("-") or is_value else overrides).append(word)
         before = word
     return overrides, flags
+
+
+def _answer(verb: str, overrides: Sequence[str], flags: Sequence[str]) -> str | None:
+    """What is printed in place of the command's work."""
+    if "--version" in flags:
+        return f"specens {__version__}"
+    if "--help" in flags or "-h" in flags:
+        return help_text(verb, [*overrides, *_search_path(flags)])
+    return None
+
+
+def check_flags(verb: str, overrides: Sequence[str], flags: Sequence[str]) -> None:
+    """Refuse --multirun for a command that has none, or beside a flag that excludes it."""
+    sweep = {"--multirun", "-m", "hydra.mode=MULTIRUN"} & {*overrides, *flags}
+    if sweep and verb not in SWEPT:
+        raise UserError(f"{verb} has no --multirun: give the command once for each")
+    if sweep and any(flag.partition("=")[0] in ("--cfg", "-c") for flag in flags):
+        raise UserError("--multirun and --cfg: leave one of them out")
 
 
 def _search_path(flags: Sequence[str]) -> list[str]:
@@ -149,16 +187,32 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def failing_in_one_line(is_sweep: bool, interrupted: str) -> Iterator[None]:
-    """What every command does with errors: UserError is a line and exit code 1, Ctrl-C 130."""
+def raising_errors() -> Iterator[None]:
+    """Let Hydra raise errors, which it would print in lines of its own before it exits."""
+    name = "HYDRA_FULL_ERROR"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
         yield
-    except UserError as error:
-        if is_sweep:  # Hydra shows one failed job, at the end: say each now
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def failing_in_one_line(interrupted: str, *, passes_on: bool) -> Iterator[None]:
+    """What every command does with errors: those that name what is at fault are a line and exit
+    code 1 (with `passes_on`: a line of the log, and raised again), Ctrl-C 130.
+    """
+    try:
+        yield
+    except (UserError, DrafterError) as error:
+        if passes_on:
             logging.getLogger("specens").error("%s", error)
-        # Hydra prints exceptions of this class as their one line, goes on with a sweep's other
-        # jobs and exits with 1.
-        raise CompactHydraException(f"specens: {error}") from None
+            raise
+        print(f"specens: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from specens.config import CONF_DIR, compose, config_name, group_names
-from specens.errors import UserError, one_line
 
 VERBS = {
     "run": "decode prompts with several drafters at once and record who earned what",
@@ -28,6 +26,12 @@ VERBS = {
     "train": "train drafters for a target, from text that it writes itself",
 }
 """The commands and what they do, as `specens --help` lists them."""
+
+USAGE = {"race": '"PROMPT"', "replay": "run=FOLDER", "report": "run=FOLDER"}
+"""What a command needs besides overrides that all have defaults."""
+
+SWEPT = ("run", "bench", "audit", "train")
+"""The commands that --multirun can give several times."""
 
 WIDTH = 100
 KEY_LINE = re.compile(
@@ -41,21 +45,19 @@ def help_text(verb: str, overrides: Sequence[str] = ()) -> str:
     """What `specens <verb> <overrides> --help` prints. Raises UserError for overrides that do not
     compose.
     """
-    try:
-        config = compose(overrides, verb, with_hydra=True)
-    except HydraException as error:
-        raise UserError(one_line(error)) from error
+    config = compose(overrides, verb, with_hydra=True)
     known = reversed(config.hydra.runtime.choices.items())  # outermost and earliest first
     choices = {group: choice for group, choice in known if not group.startswith("hydra/")}
     return "\n".join(
-        [*_head(verb), *_groups(choices), *_options(verb, config, choices), *_flags(verb)]
+        [*_head(verb), *_groups(choices), *_options(verb, config, choices), *_flags(verb, config)]
     )
 
 
 def _head(verb: str) -> Iterator[str]:
     yield f"specens {verb}: {VERBS[verb]}"
     yield ""
-    yield f"usage: specens {verb} [override=value ...]      (or: python -m specens.{verb})"
+    given = f"{verb} {USAGE.get(verb, '')}".strip()
+    yield f"usage: specens {given} [override=value ...]      (or: python -m specens.{verb})"
 
 
 def _groups(choices: Mapping[str, str | None]) -> Iterator[str]:
@@ -83,18 +85,30 @@ def about(group: str, name: str) -> str:
 def _options(verb: str, config: DictConfig, choices: Mapping[str, str | None]) -> Iterator[str]:
     """Every key of the composed configuration, with its value and its comment."""
     notes = dict(_notes(verb, choices))
-    yield "\nOPTIONS with their present values\n"
+    other = f"; those of another choice: specens {verb} budget=fixed --help"
+    yield f"\nOPTIONS with their present values{other if 'budget' in choices else ''}\n"
     plain: Any = OmegaConf.to_container(config, resolve=False)
     for key, value in _leaves({key: value for key, value in plain.items() if key != "hydra"}):
-        yield _line(f"  {key}={_shown(value)}", notes.get(key, ""), 52)
+        yield _line(f"  {key}={_shown(value)}", _note_of(key, notes), 52)
 
 
-def _flags(verb: str) -> Iterator[str]:
+def _note_of(key: str, notes: Mapping[str, str]) -> str:
+    """The comment of a key, or of the entry that it belongs to."""
+    while key not in notes and "." in key:
+        key = key.rpartition(".")[0]
+    return notes.get(key, "")
+
+
+def _flags(verb: str, config: DictConfig) -> Iterator[str]:
     yield "\nFLAGS\n"
-    yield _line("  --multirun, -m", "sweep: every combination of a=1,2 b=3,4 is a job", 26)
+    if verb in SWEPT:
+        yield _line("  --multirun, -m", "sweep: every combination of a=1,2 b=3,4 is a job", 26)
     yield _line("  --cfg job", "print the composed configuration", 26)
+    what = "a folder with further choices of yours, such as FOLDER/budget/mine.yaml"
+    yield _line("  --config-dir FOLDER", what, 26)
     yield _line("  --hydra-help", "Hydra's own options (https://hydra.cc)", 26)
-    yield _line("  hydra.run.dir=FOLDER", "where the results go", 26)
+    if config.hydra.run.dir != "." and "folder" not in config:
+        yield _line("  hydra.run.dir=FOLDER", "where the results go", 26)
     yield '\nTab completion in bash: eval "$(specens -sc install=bash)"'
 
 

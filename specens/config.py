@@ -22,7 +22,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -91,15 +91,19 @@ def compose(
 ) -> DictConfig:
     """The configuration that `python -m specens.<command> <overrides>` would get; `with_hydra`:
     also Hydra's own node. Works inside another Hydra application too, whose global state Hydra
-    would not let us share: it is put aside, and back.
+    would not let us share: it is put aside, and back. Raises UserError for overrides that do not
+    compose.
     """
     around, outer = GlobalHydra.instance(), GlobalHydra.instance().hydra
     around.clear()
     try:
+        given = expanded(overrides)
         with initialize_config_dir(CONF_DIR, version_base=VERSION_BASE):
-            return hydra_compose(
-                config_name(command), expanded(overrides), return_hydra_config=with_hydra
-            )
+            return hydra_compose(config_name(command), given, return_hydra_config=with_hydra)
+    except UserError:
+        raise
+    except Exception as error:  # whatever Hydra, OmegaConf or YAML say about what was given
+        raise refused(error, command, overrides) from error
     finally:
         GlobalHydra.set_instance(around)
         around.hydra = outer
@@ -108,6 +112,39 @@ def compose(
 def config_name(command: str) -> str:
     """The file in conf/ that a command is composed from, without its ending."""
     return "config" if command == "run" else command
+
+
+def refused(error: Exception, command: str, overrides: Sequence[str]) -> UserError:
+    """An error with which a command's configuration was composed, as one line on the override."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        typed = [text for text in overrides if re.match(rf"\+*{group}\b.*={name}$", text)]
+        known = [option for option in error.options if not option.startswith("_")]
+        return UserError(
+            f"{(typed or [f'{group}={name}'])[0]}: there is no {name}; choose one of "
+            f"{', '.join(known)}"
+        )
+    text = str(error).partition("Config search path")[0].partition("See https://hydra.cc")[0]
+    if isinstance(error, OverrideParseException):
+        return UserError(
+            f"{error.override}: is no override ({one_line(text)}); quote the whole for the shell, "
+            "and texts in it once more: 'prompts.texts=[\"Why?\"]'"
+        )
+    if found := re.match(r"Could not override '(.+?)'", text):
+        reason = str(error.__cause__ or "").partition("full_key")[0] or text
+        if "is not in struct" in reason:
+            return UserError(
+                f"{found[1]}: there is no such option; specens {command} --help lists those that "
+                "there are"
+            )
+        return UserError(f"{found[1]}: {one_line(reason.partition('To append')[0])}")
+    if isinstance(error, OSError) and error.filename:
+        return UserError(
+            f"{error.filename}: {error.strerror}; hydra.run.dir=<folder> chooses where results go"
+        )
+    is_known = isinstance(error, HydraException | OmegaConfBaseException)
+    kind = "" if is_known else f"{type(error).__name__}: "
+    return UserError(f"configuration: {kind}{one_line(text)}")
 
 
 ADDED_MEMBER = re.compile(r"\+{1,2}drafter(?:@drafter)?\.members\.([\w-]+)(?:\._target_)?=")
@@ -187,6 +224,11 @@ def build(config: DictConfig, plugins: Sequence[str] = ()) -> Any:
             f"{'null' if config is None else config}"
         )
     plain = resolved(config)
+    if "_target_" not in plain:
+        raise UserError(
+            f"configuration: the entry with {', '.join(plain) or 'no options'} has no _target_, "
+            "the class that it describes"
+        )
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         from_file = missing[0].endswith("]")
@@ -214,8 +256,13 @@ def instantiate(value: Any, plugins: Sequence[str] = ()) -> Any:
         )
     try:
         return target(**fields)
+    except UserError:
+        raise
     except TypeError as error:  # an option that the class needs, or one of another type
         raise UserError(f"{value['_target_']}: {one_line(error)}") from error
+    except Exception as error:  # whatever a class of the user's own raises
+        kind = type(error).__name__
+        raise UserError(f"{value['_target_']}: {kind}: {one_line(error)}") from error
 
 
 def _locate(name: str, plugins: Sequence[str]) -> Any:

@@ -632,8 +632,7 @@ def test_b16_options_are_honoured_or_refused_by_name(tiny: Any, job: Job, tmp_pa
     with pytest.raises(UserError, match="num_return_sequences"):
         merge_options(Target(tiny), None, num_return_sequences=2)
 
-    # Hydra's own exception, one line at the command line
-    with pytest.raises(Exception, match="num_beams"):
+    with pytest.raises(UserError, match="num_beams"):
         job("sampling.num_beams=4")
     with pytest.raises(UserError, match="num_beams"):
         job("+sampling.num_beams=4")

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from helpers import REPOSITORY
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 import specens
 from specens import cli
-from specens.cli_help import VERBS, help_text
+from specens.cli_help import SWEPT, VERBS, help_text
 from specens.config import compose, group_names
 from specens.errors import UserError
 
@@ -149,7 +150,9 @@ def test_help_has_every_option_with_its_value_and_no_other_commands(verb, capsys
     assert sorted(options_in(text)) == sorted(leaves(plain))
     assert max(len(line) for line in text.splitlines()) <= 100
     assert set(GROUPS.get(verb, groups_in(text))) == set(groups_in(text))
-    assert "--multirun" in text and "--cfg job" in text
+    assert ("--multirun" in text) == (verb in SWEPT) and "--cfg job" in text
+    assert ("hydra.run.dir=FOLDER" in text) == (verb in ("run", "bench", "audit"))
+    assert "--config-dir FOLDER" in text
 
 
 CHOSEN = [[verb] for verb in VERBS]
@@ -165,11 +168,10 @@ CHOSEN += [
 
 @pytest.mark.parametrize("words", CHOSEN, ids=" ".join)
 def test_help_explains_every_option(words):
-    """But for the systems of a bench, which are examples of their own."""
     part = help_text(words[0], words[1:]).partition("\nOPTIONS")[2].partition("\nFLAGS")[0]
     entries = re.findall(r"^  ([\w.]+)=(.*\n(?: {20,}.*\n)*)", part, re.M)
     bare = [key for key, text in entries if not f"  {key}={text}".replace("\n", "")[52:].strip()]
-    assert [key for key in bare if not key.startswith("systems.")] == []
+    assert bare == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -243,6 +245,96 @@ def test_flags_may_stand_anywhere_and_keep_their_values(capsys, monkeypatch):
     text = printed(capsys, *(word for word in words if word != "-m"))
     assert text.startswith("# @package drafter") and "max_ngram: 2" in text
     assert "texts:\n  - Why so?\n" in printed(capsys, "race", "Why so?", "--cfg", "job")
+
+
+# Refusals
+
+
+def refusal(capsys: Any, *words: str) -> str:
+    """What `specens <words>` prints in one line before it exits with 1."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (1, "", 1), err
+    assert err.startswith("specens: ") and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["drafter=nope"], ["drafter=nope", "choose one of", "ngram, non_autoregressive"]),
+        (["model@target=gpt2"], ["model@target=gpt2", "smollm2-135m"]),
+        (["-m", "budget=fixed,nope"], ["budget=nope", "cost_aware"]),
+        (["smapling.seed=1"], ["smapling.seed", "no such option", "specens run --help"]),
+        (["-m", "seed=1,2"], ["seed", "no such option"]),
+        (["seed=1,2"], ["seed=1,2", "--multirun"]),
+        (["sampling.seed.x=1"], ["sampling.seed.x"]),
+        (["~drafter.members.nope"], ["drafter.members.nope", "does not exist"]),
+        (["prompts.texts=[a"], ["prompts.texts=[a", "quote"]),
+        (["drafter=ngram,[ngram,retrieval]", "-m"], ["drafter=ngram,[ngram", "as a list"]),
+        (["--nonsense"], ["no flag --nonsense", "--config-dir"]),
+        (["--cfg", "job", "-m"], ["--cfg", "--multirun"]),
+        (["--config-dir", "nowhere"], ["nowhere", "not found"]),
+        (["--config-name", "nope"], ["nope"]),
+        (["--config-dir", "mine", "budget=broken"], ["broken.yaml", "line 1"]),
+        (["hydra.run.dir=mine/budget/broken.yaml/run"], ["broken.yaml", "hydra.run.dir"]),
+        (["hydra/launcher=nope"], ["hydra/launcher=nope", "basic"]),
+        (["sampling.temperature=-1"], ["sampling.temperature=-1"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_run_is_refused_in_one_line(words, parts, capsys, tmp_path, monkeypatch):
+    """Ours alone: without the lines of Hydra's own, and without its exit code for a wrong flag, as
+    2 means something else in audit and replay.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "budget").mkdir(parents=True)
+    (tmp_path / "mine" / "budget" / "broken.yaml").write_text("max_nodes: [", encoding="utf-8")
+    line = refusal(capsys, "run", *words)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - set(SWEPT)))
+def test_a_command_without_sweeps_says_so_and_leaves_no_folder(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--multirun", "-m", "hydra.mode=MULTIRUN"):
+        assert f"{verb} has no --multirun" in refusal(capsys, verb, flag)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_flags_are_those_of_hydra_and_ours():
+    """None is refused that Hydra knows."""
+    known = get_args_parser()._option_string_actions
+    assert set(cli.FLAGS) == set(known)
+    takes_value = {flag for flag, action in known.items() if action.nargs is None}
+    assert set(cli.VALUED) == takes_value
+
+
+def test_a_traceback_is_shown_to_those_who_ask_for_one():
+    done = python("-m", "specens.run", "sampling.temperature=-1", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert "sampling.temperature=-1: give a number" in done.stderr
+
+
+def test_a_reader_that_leaves_does_not_end_the_work():
+    """As `head` does."""
+    code = """
+import sys
+from specens.run.terminal import Terminal
+
+terminal = Terminal()
+for number in range(20000):
+    terminal.say(f"line {number}")
+print("done", file=sys.stderr)
+"""
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as work:
+        assert work.stdout is not None and work.stderr is not None
+        assert work.stdout.readline() == "line 0\n"
+        work.stdout.close()
+        assert (work.stderr.read(), work.wait()) == ("done\n", 0)
 
 
 # Completion

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from specens import config
@@ -146,6 +145,11 @@ def test_every_source_of_prompts_builds_and_has_the_common_options(name):
     source = build(compose([f"prompts={name}", *common]).prompts)
     assert isinstance(source, PromptSource)
     assert (source.limit, source.shard, source.chat) == (2, "0/2", False)
+
+
+def test_a_file_that_is_a_part_of_others_is_no_choice():
+    with pytest.raises(UserError, match="no _target_"):
+        build(compose(["stage=_training"], "train").stage)
 
 
 def test_every_budget_verifier_and_tracker_builds():
@@ -318,7 +322,7 @@ def test_a_list_that_names_no_member_is_refused_in_a_line(override, parts):
 
 
 def test_a_member_given_twice_is_refused_by_its_name():
-    with pytest.raises(ConfigCompositionException, match=r"drafter@drafter\.members\.ngram"):
+    with pytest.raises(UserError, match=r"drafter@drafter\.members\.ngram"):
         compose(["+drafter@drafter.members.ngram=lm"])
 
 
@@ -381,7 +385,7 @@ def test_b16_an_option_that_a_class_does_not_have_is_refused_by_its_name(overrid
 
 def test_b16_an_unknown_override_is_refused_by_its_name():
     """Without the plus it does not even compose."""
-    with pytest.raises(ConfigCompositionException, match=r"sampling\.num_beams"):
+    with pytest.raises(UserError, match=r"sampling\.num_beams"):
         compose(["sampling.num_beams=4"])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -432,6 +433,35 @@ def test_what_is_no_draft_fails_by_the_drafters_name(model, proposed):
         )
     with pytest.raises(DrafterError, match="drafter fake: proposed"):
         run(Target(model), Mute(lambda context: []), PROMPTS[0])
+
+
+@pytest.mark.parametrize("confidence", [math.nan, math.inf, -0.5, 1.5])
+def test_a_confidence_that_is_no_probability_fails_by_the_drafters_name(model, confidence):
+    """A budget that compares it would leave the drafter out without a word."""
+    draft = Draft.chain([5, 6], confidences=[0.5, confidence])
+    members = {"ngram": NGram(), "culprit": Fake(lambda context: draft, depth=2)}
+    with pytest.raises(DrafterError, match=r"drafter culprit: the confidence .* of its token 6"):
+        run(Target(model), Ensemble(members), PROMPTS[0])
+
+
+def test_a_member_without_observe_or_that_fails_in_it_is_named(model):
+    class Deaf:
+        def propose(self, context_ids, plan, sampler):
+            return Draft.chain([5])
+
+    class Broken(Deaf):
+        def observe(self, commit):
+            raise LookupError("lost")
+
+    for proposer, fault in (
+        (Deaf, r"Deaf has no observe\(commit\)"),
+        (Broken, "LookupError: lost"),
+    ):
+        culprit = Fake(lambda context: [])
+        culprit.begin = lambda prompt_ids, kind=proposer: kind()
+        members = {"ngram": NGram(), "culprit": culprit}
+        with pytest.raises(DrafterError, match=f"drafter culprit: {fault}"):
+            run(Target(model), Ensemble(members), PROMPTS[0])
 
 
 def test_a_member_cannot_crowd_out_the_others_by_ignoring_its_plan(model):

@@ -353,6 +353,40 @@ def test_what_is_no_metric_is_refused_in_a_line(metric, parts):
     assert all(part in line for part in ["metrics: ", *parts]), line
 
 
+FAULTY = """
+class Unready:
+    def __init__(self):
+        raise LookupError("no table")
+
+
+class Unbound:
+    def __init__(self, num_draft_tokens=1):
+        self.members = ()
+
+    def facts(self):
+        return {}
+
+    def bind(self, target):
+        raise LookupError("no layer 40")
+
+    def begin(self, prompt_ids):
+        raise AssertionError
+"""
+
+
+def test_a_class_that_fails_when_it_is_made_or_bound_is_named_in_a_line(
+    folder, monkeypatch, capsys
+):
+    package(folder, "faulty", FAULTY)
+    plugins = ["plugins=[faulty]", "experiment=smoke", "drafter=[ngram]"]
+    line = refusal(*plugins, "+drafter.members.mine={_target_: faulty.Unready}")
+    assert "faulty.Unready: LookupError: no table" in line
+    unbound = "+drafter.members.mine={_target_: faulty.Unbound}"
+    capsys.readouterr()
+    assert run_command(main, monkeypatch, folder, *plugins, unbound) == 1
+    assert capsys.readouterr().err == "specens: drafter mine: LookupError: no layer 40\n"
+
+
 def test_a_metric_that_fails_is_none_and_a_line_and_not_a_failed_run(
     folder, monkeypatch, capsys, caplog
 ):

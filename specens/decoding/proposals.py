@@ -28,6 +28,13 @@ def check_draft(draft: Draft, members: Sequence[Member], vocab_size: int) -> Non
                 f"drafter {name}: proposed token {token}, the target has the ids "
                 f"0..{vocab_size - 1}"
             )
+    for node, confidence in enumerate(draft.confidences):
+        if confidence is not None and not 0 <= confidence <= 1:  # NaN is neither
+            name = members[draft.owner(node)].name
+            raise DrafterError(
+                f"drafter {name}: the confidence {confidence} of its token {draft.token_ids[node]} "
+                "is no probability: give a number from 0 to 1, or None"
+            )
     for node, probs in enumerate(draft.draft_probs):
         token = draft.token_ids[node]
         if probs is not None and not _can_have_sampled(probs, token, vocab_size):

@@ -62,8 +62,8 @@ class Ensemble:
         return {name: facts_of(drafter) for name, drafter in self.drafters.items()}
 
     def bind(self, target: Target) -> None:
-        for drafter in self.drafters.values():
-            drafter.bind(target)
+        for name, drafter in self.drafters.items():
+            _call(name, drafter.bind, target)
 
     def begin(self, prompt_ids: Sequence[int]) -> EnsembleProposer:
         proposers: dict[str, Proposer] = {}
@@ -121,8 +121,13 @@ class EnsembleProposer:
         return replace(whole, seconds=tuple(took), scheduled=tuple(scheduled))
 
     def observe(self, commit: Commit) -> None:
-        for proposer in self._proposers:
-            proposer.observe(commit)
+        for name, proposer in zip(self._names, self._proposers, strict=True):
+            if not hasattr(proposer, "observe"):
+                raise DrafterError(
+                    f"drafter {name}: {type(proposer).__name__} has no observe(commit), see "
+                    "docs/extending.md"
+                )
+            _call(name, proposer.observe, commit)
 
     def close(self) -> None:
         for proposer in self._proposers:
@@ -163,9 +168,13 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a member returns; an error that says whose it is."""
+    """What a member returns; an error that says whose it is. What a user can put right is said in
+    the words of the one who found it.
+    """
     try:
         return function(*arguments)
+    except UserError:
+        raise
     except Exception as error:
         raise DrafterError(f"drafter {name}: {type(error).__name__}: {error}") from error
 

@@ -65,7 +65,7 @@ def _others(names: list[str], plugins: Sequence[str]) -> list[Live]:
     return found
 
 
-@command("replay", interrupted="interrupted; nothing was written", sweeps=False, uses_models=False)
+@command("replay", interrupted="interrupted; nothing was written", uses_models=False)
 def main(call: Call) -> int:
     content = replay(resolved(call.config))
     print(page_of(content), end="")

@@ -135,7 +135,7 @@ def _recorded(run: Run, folder: Path, name: str | None = None) -> dict[str, Any]
     return {"status": status_of(folder), "error": NO_SUMMARY, "overrides": overrides}
 
 
-@command("report", interrupted="interrupted; nothing was written", sweeps=False, uses_models=False)
+@command("report", interrupted="interrupted; nothing was written", uses_models=False)
 def main(call: Call) -> None:
     options = resolved(call.config)
     refuse_unknown(options, ("run",))

@@ -7,7 +7,7 @@ from specens.errors import UserError
 from specens.run import run
 
 
-@command("run", interrupted="interrupted; prompts that were finished are in {folder}")
+@command("run", interrupted="interrupted; finished prompts, if any, are in {folder}")
 def main(call: Call) -> None:
     summary = run(call.config, call.folder, call.hydra)
     failed, whole = summary["num_failed"], summary["num_prompts"]

@@ -4,6 +4,7 @@ the end.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +25,21 @@ from specens.records.schema import PromptRecord
 from specens.report.markup import visible
 
 
+class PatientConsole(Console):
+    """A console whose reader may leave before the end, as `head` does: the work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Terminal:
     """Writes to the terminal; in a pipe the live line is left out."""
 
     def __init__(self, console: Console | None = None) -> None:
         # Without a terminal to measure, rich would squeeze the table into 80 columns.
         width = None if sys.stdout.isatty() else 100
-        self._console = console or Console(highlight=False, soft_wrap=True, width=width)
+        self._console = console or PatientConsole(highlight=False, soft_wrap=True, width=width)
         self._status: Status | None = None
 
     def say(self, line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,7 +74,7 @@ class Teacher:
         return self._whole_head.logits(states.to(self.head.weight.dtype)).float()
 
 
-class Learner(nn.Module):
+class Learner(nn.Module, ABC):
     """What is trained. `forward(rows)` gives {"loss": scalar}, `measure(rows)` sums by name over
     `count` tokens. `kind`, `sizes` and `tensors` go to the weights file, whose name ends with
     `suffix`; `hidden_layers` are the layers whose states it reads.
@@ -88,5 +89,6 @@ class Learner(nn.Module):
         super().__init__()
         self.teacher, self.loss = teacher, loss
 
+    @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """What the weights file has, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class TrainingStage:
+class TrainingStage(ABC):
     """Options of every training stage: `corpus` to learn from, `folder` to write to,
     `num_output_ids` the size of the trimmed output vocabulary, `num_held_out` of the corpus's last
     shards are only measured on.
@@ -95,12 +96,12 @@ class TrainingStage:
             if not isinstance(value, kind):
                 raise UserError(f"stage.{name}={value!r}: give its options, such as in conf/stage")
 
-    def check_target(self, target: Target) -> None:
+    def check_target(self, target: Target) -> None:  # noqa: B027, a stage may have nothing to check
         """Refuse what can be known to be wrong before there is a corpus."""
 
+    @abstractmethod
     def learner(self, teacher: Teacher, texts: TextShards) -> Learner:
         """What is trained, at its beginning."""
-        raise NotImplementedError
 
     def run(self, target: Target) -> Path:
         """Train, and write the weights and their card. Returns the weights' path."""

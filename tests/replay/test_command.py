@@ -53,7 +53,7 @@ def write_run(
 
 
 def refusal(text: str) -> str:
-    """Our one line, between Hydra's two."""
+    """Our one line."""
     (line,) = (line for line in text.splitlines() if line.startswith("specens: "))
     assert "Traceback" not in text
     return line

@@ -67,9 +67,9 @@ class Policy(Protocol):
 class Budget(Protocol):
     """The options of a policy, and its beginning.
 
-    `max_nodes` is the widest tree. `needs_costs`: the policy wants to know what a step costs here,
-    from the file `costs`, or else measured, and with `refresh` moved to what finished prompts took.
-    `reset` says when it forgets.
+    `max_nodes` is the most nodes of a tree. `needs_costs`: the policy wants to know what a step
+    costs here, from the file `costs`, or else measured, and with `refresh` moved to what finished
+    prompts took. `reset` says when it forgets.
     """
 
     needs_costs: ClassVar[bool]

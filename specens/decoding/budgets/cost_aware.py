@@ -50,9 +50,9 @@ from specens.errors import check_flag
 
 @dataclass(frozen=True, slots=True)
 class CostAwareBudget:
-    """Options of budget=cost_aware. `max_nodes` is the widest tree; `guard`: AR decoding while
-    drafting loses. `reset`: what is learned is forgotten with every prompt, or only with the run
-    (results then depend on the order of prompts).
+    """Options of budget=cost_aware. `max_nodes` is the most nodes of a tree; `guard`: AR
+    decoding while drafting loses. `reset`: what is learned is forgotten with every prompt, or only
+    with the run (results then depend on the order of prompts).
 
     `costs` is a file with a cost table, and decisions are then the same on every machine; by
     default the table is measured at the start. `refresh`: move a measured table to what each

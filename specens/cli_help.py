@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from specens.config import CONF_DIR, compose, config_name, group_names
 
 VERBS = {
-    "run": "decode prompts with several drafters at once and record who earned what",
+    "run": "decode prompts with several drafters at once and credit each of them",
     "race": "watch the drafters and AR decoding side by side in the terminal",
     "bench": "measure speed against AR decoding and other implementations",
     "audit": "test whether the output is the target's own",

@@ -1,6 +1,6 @@
 """Configuration: where conf/ lies, how to compose it, and the one function that instantiates.
 
-With `cli`, the only file that knows Hydra and OmegaConf.
+With `cli`, the only file that knows Hydra.
 """
 
 from __future__ import annotations

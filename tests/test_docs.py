@@ -103,6 +103,19 @@ def test_all_blocks_of_a_page_run(page, reader, monkeypatch):
             assert language == "", f"{page.name}: what is done with a block of {language}?"
 
 
+def test_no_page_writes_into_the_run_folder_of_another():
+    """A reader runs them all in one folder, where a second run into a folder is refused."""
+    written = [
+        folder
+        for page in PAGES
+        if "zh-CN" not in page.name  # the same commands as README.md
+        for language, body in blocks(page)
+        if language == "bash"
+        for folder in re.findall(r"hydra\.run\.dir=(\S+)", body)
+    ]
+    assert len(written) > 5 and len(set(written)) == len(written), written
+
+
 def execute(line: str, folder: Path, monkeypatch) -> None:
     words = shlex.split(line, comments=True)
     if not words or INSTALL.match(line):

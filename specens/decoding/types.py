@@ -1,4 +1,4 @@
-"""The nouns of a decoding step, as frozen dataclasses. Without torch: replay runs on the same ones.
+"""The data of a decoding step, as frozen dataclasses. Without torch: replay runs on the same ones.
 
 A *draft* is a forest of tokens written flat: `token_ids[i]` hangs on node `parents[i]`, and
 `parents[i] == -1` hangs on the last committed token. Parents stand before their children, so a

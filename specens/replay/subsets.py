@@ -64,7 +64,9 @@ class Subsets:
         totals = []
         for number in range(2 ** len(names)):
             own = _members(names, number)
-            steps = replay(trace, budget, model.table, own, lengths, merged)
+            # Without members there is nothing to plan, which a budget need not expect.
+            under = budget if own else FixedBudget()
+            steps = replay(trace, under, model.table, own, lengths, merged)
             totals.append(prompt_totals(steps, model))
         return cls(names, np.stack(totals))
 

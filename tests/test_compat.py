@@ -115,4 +115,8 @@ def test_the_trainer_uses_one_gpu_at_most():
 
 
 def test_a_tensor_can_be_marked_as_one_that_does_not_move():
-    compat.mark_static_address(torch.zeros(2))
+    tensor = torch.zeros(2)
+    before = dict(vars(tensor))
+    compat.mark_static_address(tensor)
+    marks = {key: value for key, value in vars(tensor).items() if key not in before}
+    assert "unguarded" in marks.values(), "a compiled forward takes its address for fixed"

@@ -20,7 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specens.analysis.summary import drafter_table, summarise
-from specens.config import group_names, named
+from specens.config.build import named
+from specens.config.compose import group_names
 from specens.decoding.budgets.base import Budget
 from specens.decoding.budgets.cost_aware import CostAwareBudget
 from specens.decoding.drafter import Drafter

@@ -25,7 +25,7 @@ from hydra.utils import get_original_cwd
 
 from specens import __version__
 from specens.cli_help import SWEPT, VERBS, help_text
-from specens.config import CONF_DIR, VERSION_BASE, config_name, expanded, refused
+from specens.config.compose import CONF_DIR, VERSION_BASE, config_name, expanded, refused
 from specens.errors import DrafterError, UserError
 
 if TYPE_CHECKING:

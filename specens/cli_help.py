@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specens.config import CONF_DIR, compose, config_name, group_names
+from specens.config.compose import CONF_DIR, compose, config_name, group_names
 
 VERBS = {
     "run": "decode prompts with several drafters at once and credit each of them",

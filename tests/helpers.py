@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.budgets.base import Policy
 from specens.decoding.budgets.costs import CostTable
 from specens.decoding.budgets.fixed import FixedBudget

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLeng
 
 import specens
 from specens.analysis.summary import summarise
-from specens.config import compose
+from specens.config.compose import compose
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.generation import SamplingOptions, eos_ids, merge_options, stop_test
 from specens.decoding.loop import Decoder

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import specens
 from specens import cli
 from specens.cli_help import SWEPT, VERBS, help_text
-from specens.config import compose, group_names
+from specens.config.compose import compose, group_names
 from specens.errors import UserError
 
 WITHOUT_TORCH = """

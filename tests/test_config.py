@@ -15,18 +15,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from specens import config
-from specens.config import (
-    CONF_DIR,
-    OBJECTS,
-    RENAMED,
-    VALUES,
-    build,
-    compose,
-    expanded,
-    group_names,
-    resolved,
-)
+from specens.config import build as config_build
+from specens.config.build import RENAMED, build
+from specens.config.compose import CONF_DIR, compose, expanded, group_names, resolved
+from specens.config.folder import OBJECTS, VALUES
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.drafter import Drafter
 from specens.decoding.generation import SamplingOptions
@@ -560,7 +552,7 @@ def test_an_old_target_works_with_one_line_that_has_its_new_name(caplog):
     copies = OmegaConf.create(
         {"first": old, "second": old, "third": {"_target_": "specens.prompts.Demo"}}
     )
-    config._current.cache_clear()
+    config_build._current.cache_clear()
     built = [build(copies[name]) for name in copies]
     assert [type(part).__name__ for part in built] == ["ModelSpec", "ModelSpec", "Demo"]
     model, prompts = (record.getMessage() for record in caplog.records)

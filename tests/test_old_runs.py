@@ -12,9 +12,10 @@ import pytest
 from helpers import REPOSITORY, run_command
 
 import specens
-from specens import config
+from specens.config import build as config_build
 from specens.audit.__main__ import main as audit
-from specens.config import RENAMED, run_config
+from specens.config.build import RENAMED
+from specens.config.folder import run_config
 from specens.records.reader import load_dense
 from specens.replay.__main__ import main as replay
 from specens.replay.files import read_trace
@@ -28,7 +29,7 @@ OLD = REPOSITORY / "tests" / "data" / "run_v3"
 def folder(tmp_path, monkeypatch) -> Path:
     """A copy of the run; nothing else is there."""
     monkeypatch.setenv("SPECENS_CACHE", str(tmp_path / "cache"))
-    config._current.cache_clear()
+    config_build._current.cache_clear()
     return shutil.copytree(OLD, tmp_path / "run")
 
 

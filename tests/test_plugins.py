@@ -13,7 +13,7 @@ import pytest
 from helpers import run_command, summary_of
 
 from specens.analysis.summary import drafter_table
-from specens.config import compose
+from specens.config.compose import compose
 from specens.errors import UserError
 from specens.models.load import ModelSpec
 from specens.records.reader import load

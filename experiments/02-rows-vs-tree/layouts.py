@@ -22,7 +22,8 @@ import pandas as pd
 import torch
 
 from specens.analysis.formats import markdown_table
-from specens.config import build, run_config
+from specens.config.build import build
+from specens.config.folder import run_config
 from specens.decoding.merge import merge, side_by_side
 from specens.decoding.target.kv_cache import KVCache
 from specens.decoding.target.supported import LAYOUTS, Layout

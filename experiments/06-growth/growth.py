@@ -31,7 +31,8 @@ from specens.bench.rows import Row
 from specens.bench.summary import AR, system_summary
 from specens.bench.systems import BenchSetup, Parts, Runner, SpecensRunner, shuffled
 from specens.cli import quiet_libraries
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.drafter import Drafter
 from specens.decoding.sampling import Sampler
 from specens.decoding.types import Commit, Plan, Share, TokenTree

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 import specens
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.drafter import Drafter, close, condition, hidden_layers
 from specens.decoding.sampling import Sampler
 from specens.decoding.target.target import Target

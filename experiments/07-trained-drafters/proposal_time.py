@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.drafter import condition, hidden_layers
 from specens.decoding.sampling import Sampler
 from specens.decoding.target.target import Target

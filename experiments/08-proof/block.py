@@ -17,7 +17,8 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding import loop
 from specens.decoding.loop import Decoder
 from specens.decoding.speculator import Speculator

@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 import time
 
-from specens.config import build, compose, named
+from specens.config.build import build, named
+from specens.config.compose import compose
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.loop import Decoder
 from specens.decoding.speculator import Speculator

@@ -24,7 +24,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.budgets.costs import CostTable
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.calibrate import comb

@@ -17,7 +17,8 @@ from specens.audit.examine import Evidence, examine
 from specens.audit.options import AuditOptions
 from specens.audit.outputs import Output, chosen, read_outputs
 from specens.audit.page import Audit
-from specens.config import build, launch_folder, run_config, run_part
+from specens.config.build import build
+from specens.config.folder import launch_folder, run_config, run_part
 from specens.decoding.loop import Decoder
 from specens.decoding.speculator import Speculator
 from specens.decoding.target.target import Target

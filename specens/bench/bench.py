@@ -18,7 +18,9 @@ from specens.bench.page import page_of, progress
 from specens.bench.rows import Row, csv_of
 from specens.bench.summary import AR, summarise, versus
 from specens.bench.systems import BenchSetup, Parts, Peer, Runner, SpecensRunner, shuffled
-from specens.config import build, resolved, run_part, write_overrides
+from specens.config.build import build
+from specens.config.compose import resolved
+from specens.config.folder import run_part, write_overrides
 from specens.drafters.none import NoDrafter
 from specens.errors import UserError, one_line
 from specens.models.cpu_linear import packing

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specens.bench.summary import AR
 from specens.bench.systems import Parts, Peer, SpecensSystem
-from specens.config import build, compose, expanded, group_node, instantiate, resolved
+from specens.config.build import build, instantiate
+from specens.config.compose import compose, expanded, group_node, resolved
 from specens.decoding.drafter import Drafter
 from specens.drafters.ensemble import Ensemble
 from specens.errors import UserError, check_count, check_list

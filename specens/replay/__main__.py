@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specens.cli import Call, command
-from specens.config import plugins_of, refuse_unknown, resolved
+from specens.config.build import plugins_of, refuse_unknown
+from specens.config.compose import resolved
 from specens.decoding.budgets.costs import read_costs
 from specens.errors import UserError, check_count, check_list
 from specens.replay.files import read_live, write_study

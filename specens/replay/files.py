@@ -38,7 +38,8 @@ def read_trace(folder: Path | str, plugins: Sequence[str] = ()) -> tuple[Trace, 
 
 def read_live(folder: Path | str, plugins: Sequence[str] = ()) -> Live:
     """What one run did; it needs no dense trace. Raises UserError as `read_trace` does."""
-    from specens.config import resolved, run_config
+    from specens.config.compose import resolved
+    from specens.config.folder import run_config
 
     run, config = load_one(Path(folder)), resolved(run_config(Path(folder)))
     names = tuple(map(str, run.drafts["drafter"].unique()))
@@ -81,14 +82,14 @@ def budget_node(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _node(name: str) -> dict[str, Any]:
     """The configuration of a file in conf/budget."""
-    from specens.config import group_node, resolved
+    from specens.config.compose import group_node, resolved
 
     return resolved(group_node("budget", name))
 
 
 def budget_of(node: Mapping[str, Any], plugins: Sequence[str] = (), **changed: Any) -> Budget:
     """A budget by its configuration. A file of costs is left out: replay is given the table."""
-    from specens.config import instantiate
+    from specens.config.build import instantiate
 
     given = {key: value for key, value in {**node, **changed}.items() if key != "costs"}
     return instantiate(given, plugins)
@@ -104,7 +105,7 @@ def known_budgets(
     if it is another one, and the one that the configuration `further` describes; each with at most
     `max_nodes` nodes (None: as many as the run had).
     """
-    from specens.config import group_names
+    from specens.config.compose import group_names
 
     most = live.budget.max_nodes if max_nodes is None else max_nodes
     found = {name: budget_of(_node(name), max_nodes=most) for name in group_names("budget")}
@@ -128,7 +129,7 @@ def _as_wide(node: Mapping[str, Any], most: int, plugins: Sequence[str]) -> Budg
 def _note(name: str, budget: Budget) -> str:
     """A sentence on what a budget is: the comment of its file, or its class's first line."""
     from specens.cli_help import about
-    from specens.config import group_names
+    from specens.config.compose import group_names
 
     if name in group_names("budget"):
         return about("budget", name)

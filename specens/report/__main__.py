@@ -21,7 +21,8 @@ from specens.analysis.frames import rows_where
 from specens.analysis.metrics import Metric, recorded_metrics
 from specens.analysis.summary import summarise
 from specens.cli import Call, command
-from specens.config import refuse_unknown, resolved
+from specens.config.build import refuse_unknown
+from specens.config.compose import resolved
 from specens.errors import UserError, one_line
 from specens.records.files import PAGE_NAME, REPLAY_NAME, SUMMARY_NAME, write_result
 from specens.records.reader import Run, load, missing_tables, overrides_of, status_of

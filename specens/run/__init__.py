@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specens.config import resolved, write_overrides
+from specens.config.compose import resolved
+from specens.config.folder import write_overrides
 from specens.errors import UserError
 
 if TYPE_CHECKING:

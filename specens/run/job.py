@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specens.analysis.metrics import check_metrics
-from specens.config import OBJECTS, VALUES, build, instantiate, plugins_of, refuse_unknown, resolved
+from specens.config.build import build, instantiate, plugins_of, refuse_unknown
+from specens.config.compose import resolved
+from specens.config.folder import OBJECTS, VALUES
 from specens.decoding.budgets.base import Budget
 from specens.decoding.budgets.costs import read_costs
 from specens.decoding.drafter import Drafter

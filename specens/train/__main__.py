@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specens.cli import Call, command
-from specens.config import build, refuse_unknown, resolved
+from specens.config.build import build, refuse_unknown
+from specens.config.compose import resolved
 from specens.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from specens.audit.distribution_test import SURPRISE
 from specens.audit.examine import Evidence
 from specens.audit.identity import Deficits
 from specens.audit.options import AuditOptions
-from specens.config import compose
+from specens.config.compose import compose
 from specens.decoding.stopping import StopRules
 from specens.decoding.target.target import Target
 from specens.decoding.types import Verdict

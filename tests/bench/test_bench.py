@@ -35,7 +35,7 @@ from specens.bench.summary import accounting, speedup, summarise, system_summary
 from specens.bench.systems import BenchSetup, Parts, shuffled
 from specens.bench.transformers_generate import TransformersGenerate
 from specens.compat import attention_name
-from specens.config import CONF_DIR, VERSION_BASE, compose
+from specens.config.compose import CONF_DIR, VERSION_BASE, compose
 from specens.decoding.budgets.fixed import FixedBudget
 from specens.decoding.generation import SamplingOptions
 from specens.decoding.target.attention import GROUPED

@@ -25,7 +25,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specens
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.budgets.bandit import BanditBudget
 from specens.decoding.budgets.base import PlanContext, Policy, draft_limit
 from specens.decoding.budgets.calibration import Calibration

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import Fake, run_drafter, summary_of, texts_file
 
-from specens.config import compose, resolved
+from specens.config.compose import compose, resolved
 from specens.decoding.types import Draft
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.lm import LanguageModel

@@ -20,7 +20,8 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.decoding.drafter import hidden_layers
 from specens.decoding.merge import merge
 from specens.decoding.sampling import KeyedNoise, Sampler

@@ -549,7 +549,8 @@ def test_a_trained_drafters_layers_are_packed_when_the_targets_are(kind):
 
 def test_files_of_a_run_record_how_the_weights_are_packed(tmp_path: Path):
     """Through the configuration, as the command line does it."""
-    from specens.config import build, compose
+    from specens.config.build import build
+    from specens.config.compose import compose
 
     spec = build(compose(["model@target=tiny", "target.dtype=float16", "target.device=cpu"]).target)
     assert spec.load().facts()["packed_weights"] == "float16"

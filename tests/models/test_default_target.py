@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import specens
-from specens.config import build, compose
+from specens.config.build import build
+from specens.config.compose import compose
 from specens.drafters.retrieval.datastore import Header, map_tokens
 from specens.drafters.retrieval.retrieval import shipped
 from specens.models.load import tokenizer_fingerprint

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from specens.analysis.palette import PALETTE
 from specens.cli import split
-from specens.config import compose, resolved
+from specens.config.compose import compose, resolved
 from specens.decoding.types import StepRecord
 from specens.drafters.ensemble import Ensemble
 from specens.errors import UserError

@@ -17,7 +17,7 @@ from helpers import run_command
 from omegaconf import OmegaConf
 from traces import COSTS, decode_live, drafts_everywhere, facts, guessers, node_of, scripts
 
-from specens.config import compose
+from specens.config.compose import compose
 from specens.decoding.budgets.base import Budget, budget_name
 from specens.decoding.budgets.cost_aware import CostAwareBudget
 from specens.decoding.budgets.fixed import FixedBudget

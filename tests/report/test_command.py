@@ -13,7 +13,7 @@ import pytest
 from helpers import run_command
 from pages import Page, subset
 
-from specens.config import compose
+from specens.config.compose import compose
 from specens.decoding.types import MemberRecord, StepRecord
 from specens.errors import UserError
 from specens.records.schema import PromptRecord

@@ -27,7 +27,7 @@ from helpers import (
     texts_file,
 )
 
-from specens.config import compose
+from specens.config.compose import compose
 from specens.drafters.ensemble import Ensemble
 from specens.drafters.ngram import NGram
 from specens.errors import UserError

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from specens.analysis.summary import DRAFTER_COLUMNS
-from specens.config import compose, group_names, named
+from specens.config.build import named
+from specens.config.compose import compose, group_names
 from specens.errors import UserError
 from specens.records.reader import load
 from specens.replay.files import read_trace

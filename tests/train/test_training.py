@@ -26,7 +26,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specens.compat import attention_name
-from specens.config import build, compose, group_names, resolved
+from specens.config.build import build
+from specens.config.compose import compose, group_names, resolved
 from specens.decoding.target.attention import GROUPED, use_grouped_attention
 from specens.decoding.target.target import Target
 from specens.drafters.trained.distilled import Distilled

@@ -62,20 +62,15 @@ def command(
     """
 
     def decorate(function: Callable[[Call], int | None]) -> Callable[[], None]:
-        has_begun = has_traceback = False
+        state = _State()
 
         @hydra.main(config_path=CONF_DIR, config_name=config_name(verb), version_base=VERSION_BASE)
         def enter(config: DictConfig) -> None:
-            nonlocal has_begun
-            has_begun = True
-            job: Any = HydraConfig.get()  # a DictConfig, whatever its annotation says
-            folder = Path(job.runtime.output_dir)
-            overrides = tuple(job.overrides.task)
-            call = Call(config, overrides, folder, job, job.mode == RunMode.MULTIRUN)
-            os.chdir(get_original_cwd())  # also with hydra.job.chdir=true
+            state.has_begun = True
+            call = _call_of(config)
             # Of a sweep Hydra goes on with the other jobs, and raises one job's error at the end.
-            passes_on = call.is_sweep or has_traceback
-            with failing_in_one_line(interrupted.format(folder=folder), passes_on=passes_on):
+            passes_on = call.is_sweep or state.has_traceback
+            with failing_in_one_line(interrupted.format(folder=call.folder), passes_on=passes_on):
                 if uses_models:
                     quiet_libraries()
                 code = function(call)
@@ -84,30 +79,44 @@ def command(
 
         @functools.wraps(function)
         def main() -> None:
-            nonlocal has_traceback
-            has_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-            with failing_in_one_line("interrupted", passes_on=has_traceback):
+            state.has_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+            with failing_in_one_line("interrupted", passes_on=state.has_traceback):
                 given, flags = split(sys.argv[1:])
                 overrides = expanded(rewrite(given))
                 if answer := _answer(verb, overrides, flags):
-                    show(answer)
-                    return
+                    return show(answer)
                 check_flags(verb, overrides, flags)
                 # Hydra takes overrides on both sides of a flag for a mistake.
                 sys.argv[1:] = [*overrides, *flags]
                 try:
                     with raising_errors():
                         enter()
-                except UserError:
-                    raise
                 except Exception as error:
-                    if has_begun:
+                    if state.has_begun or isinstance(error, UserError):
                         raise
                     raise refused(error, verb, overrides) from error
 
         return main
 
     return decorate
+
+
+@dataclass
+class _State:
+    """Of a command in this process: whether its work has begun, after which an error is no longer
+    one of the overrides; and whether the user wants to see tracebacks.
+    """
+
+    has_begun: bool = False
+    has_traceback: bool = False
+
+
+def _call_of(config: DictConfig) -> Call:
+    """The job that Hydra has entered; the working folder becomes that of the launch again."""
+    job: Any = HydraConfig.get()  # a DictConfig, whatever its annotation says
+    os.chdir(get_original_cwd())  # also with hydra.job.chdir=true
+    folder, overrides = Path(job.runtime.output_dir), tuple(job.overrides.task)
+    return Call(config, overrides, folder, job, job.mode == RunMode.MULTIRUN)
 
 
 VALUED = (

@@ -12,8 +12,8 @@ import pytest
 from helpers import REPOSITORY, run_command
 
 import specens
-from specens.config import build as config_build
 from specens.audit.__main__ import main as audit
+from specens.config import build as config_build
 from specens.config.build import RENAMED
 from specens.config.folder import run_config
 from specens.records.reader import load_dense

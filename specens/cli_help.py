@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,12 @@ def help_text(verb: str, overrides: Sequence[str] = ()) -> str:
     known = reversed(config.hydra.runtime.choices.items())  # outermost and earliest first
     choices = {group: choice for group, choice in known if not group.startswith("hydra/")}
     return "\n".join(
-        [*_head(verb), *_groups(choices), *_options(verb, config, choices), *_flags(verb, config)]
+        [
+            *_head(verb),
+            *_groups(choices),
+            *_options(verb, config, choices),
+            *_flags(verb, config, choices),
+        ]
     )
 
 
@@ -99,13 +104,14 @@ def _note_of(key: str, notes: Mapping[str, str]) -> str:
     return notes.get(key, "")
 
 
-def _flags(verb: str, config: DictConfig) -> Iterator[str]:
+def _flags(verb: str, config: DictConfig, choices: Collection[str]) -> Iterator[str]:
     yield "\nFLAGS\n"
     if verb in SWEPT:
         yield _line("  --multirun, -m", "sweep: every combination of a=1,2 b=3,4 is a job", 26)
     yield _line("  --cfg job", "print the composed configuration", 26)
-    what = "a folder with further choices of yours, such as FOLDER/budget/mine.yaml"
-    yield _line("  --config-dir FOLDER", what, 26)
+    if choices:
+        what = "a folder with further choices of yours, such as FOLDER/budget/mine.yaml"
+        yield _line("  --config-dir FOLDER", what, 26)
     yield _line("  --hydra-help", "Hydra's own options (https://hydra.cc)", 26)
     if config.hydra.run.dir != "." and "folder" not in config:
         yield _line("  hydra.run.dir=FOLDER", "where the results go", 26)

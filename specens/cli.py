@@ -181,7 +181,12 @@ def show(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
+
+
+def discard_output() -> None:
+    """What is written to stdout from now on goes nowhere: its reader has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def quiet_libraries() -> None:
@@ -220,7 +225,7 @@ def failing_in_one_line(interrupted: str, *, passes_on: bool) -> Iterator[None]:
         if passes_on:
             logging.getLogger("specens").error("%s", error)
             raise
-        print(f"specens: {error}", file=sys.stderr)
+        print("specens:", *str(error).splitlines(), file=sys.stderr)  # what it quotes may have more
         sys.exit(1)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

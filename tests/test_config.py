@@ -304,6 +304,8 @@ def test_a_list_may_be_swept_and_others_stay_as_they_are():
     [
         ("drafter=[ngram,small]", ["drafter=[ngram,small]", "no member small", "retrieval"]),
         ("drafter=[2]", ["drafter.only", "2"]),
+        ("drafter=['']", ["drafter.only", "['']"]),
+        ("drafter=['a b']", ["no member a b"]),
         ("drafter=[ngram,retrieval,ngram]", ["ngram stands there twice"]),
         ("drafter.only=ngram", ["drafter.only", "ngram", "list"]),
     ],

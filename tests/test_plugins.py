@@ -354,9 +354,27 @@ def test_what_is_no_metric_is_refused_in_a_line(metric, parts):
 
 
 FAULTY = """
+from specens.decoding.types import Draft, Member
+
+
 class Unready:
     def __init__(self):
         raise LookupError("no table")
+
+
+class Deaf:
+    members = (Member("deaf", 1, 1),)
+
+    def bind(self, target): ...
+
+    def begin(self, prompt_ids):
+        return self
+
+    def propose(self, context_ids, plan, sampler):
+        return Draft.chain([1])
+
+    def observe(self, commit):
+        raise RuntimeError("one line\\nand another")
 
 
 class Unbound:
@@ -385,6 +403,10 @@ def test_a_class_that_fails_when_it_is_made_or_bound_is_named_in_a_line(
     capsys.readouterr()
     assert run_command(main, monkeypatch, folder, *plugins, unbound) == 1
     assert capsys.readouterr().err == "specens: drafter mine: LookupError: no layer 40\n"
+    deaf = "+drafter.members.mine={_target_: faulty.Deaf}"
+    assert run_command(main, monkeypatch, folder, *plugins, deaf, "prompts.limit=1") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "mine: RuntimeError: one line and another" in err
 
 
 def test_a_metric_that_fails_is_none_and_a_line_and_not_a_failed_run(

@@ -16,7 +16,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -138,7 +138,8 @@ def _lists_of_members(override: str) -> list[list[str]]:
 
 
 def _as_written(item: Any) -> str:
-    return item.with_quotes() if isinstance(item, QuotedString) else str(item)
+    is_plain = not isinstance(item, str) or re.fullmatch(r"[\w.-]+", item)
+    return str(item) if is_plain else QuotedString(item, Quote.single).with_quotes()
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specens.cli import Call, command
+from specens.cli import Call, command, show
 from specens.config.build import plugins_of, refuse_unknown
 from specens.config.compose import resolved
 from specens.decoding.budgets.costs import read_costs
@@ -69,7 +69,7 @@ def _others(names: list[str], plugins: Sequence[str]) -> list[Live]:
 @command("replay", interrupted="interrupted; nothing was written", uses_models=False)
 def main(call: Call) -> int:
     content = replay(resolved(call.config))
-    print(page_of(content), end="")
+    show(page_of(content).rstrip("\n"))
     return NOT_THE_RUN if content["live"]["num_different"] else 0
 
 

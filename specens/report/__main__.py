@@ -20,7 +20,7 @@ import numpy as np
 from specens.analysis.frames import rows_where
 from specens.analysis.metrics import Metric, recorded_metrics
 from specens.analysis.summary import summarise
-from specens.cli import Call, command
+from specens.cli import Call, command, show
 from specens.config.build import refuse_unknown
 from specens.config.compose import resolved
 from specens.errors import UserError, one_line
@@ -145,7 +145,7 @@ def main(call: Call) -> None:
     path, notices = rebuild(Path(str(options["run"])).expanduser())
     for notice in notices:
         print(notice, file=sys.stderr)
-    print(f"report: {path}")
+    show(f"report: {path}")
 
 
 if __name__ == "__main__":

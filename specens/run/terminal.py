@@ -4,7 +4,6 @@ the end.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from specens.analysis.formats import number
 from specens.analysis.metrics import metrics_of
+from specens.cli import discard_output
 from specens.decoding.types import StepRecord
 from specens.errors import one_line
 from specens.records.files import REPLAY_PAGE_NAME
@@ -30,7 +30,7 @@ class PatientConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
 
 
 class Terminal:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from specens.cli import show
 from specens.decoding.generation import eos_ids
 from specens.decoding.target.target import Target
 from specens.drafters.trained.weights import model_fingerprint
@@ -161,7 +162,7 @@ class Corpus:
                 speed = f"{kept / (time.perf_counter() - begin):.0f} tokens/s"
                 written = texts.num_tokens()  # other processes write too
                 progress = f"{written} of {self.num_tokens}"
-                print(f"shard {number}: {kept} tokens, {speed}; {progress}", flush=True)
+                show(f"shard {number}: {kept} tokens, {speed}; {progress}")
         return texts
 
     def _open(self, target: Target) -> TextShards:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specens.cli import show
 from specens.decoding.target.target import Target
 from specens.drafters.retrieval.datastore import Header, build
 from specens.errors import UserError, check_flag, check_list
@@ -59,7 +60,7 @@ class DatastoreStage:
         )
         size = f"{header.num_tokens} tokens, {header.num_texts} texts"
         seconds = time.perf_counter() - begin
-        print(f"datastore {self.folder}: {size}, {seconds:.1f} s", flush=True)
+        show(f"datastore {self.folder}: {size}, {seconds:.1f} s")
         return header
 
     def _source(self) -> str:

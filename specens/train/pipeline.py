@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from specens.cli import show
 from specens.decoding.target.target import Target
 from specens.errors import UserError
 
@@ -22,7 +23,7 @@ class All:
             with naming(name):
                 getattr(stage, "check_target", lambda target: None)(target)
         for name, stage in self.stages.items():
-            print(f"stage {name}", flush=True)
+            show(f"stage {name}")
             with naming(name):
                 stage.run(target)
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+from specens.cli import show
 from specens.compat import use_one_gpu
 from specens.decoding.generation import eos_ids
 from specens.decoding.target.target import Target
@@ -131,7 +132,7 @@ class TrainingStage(ABC):
         tensors = stored(learner.tensors(), self.dtype) | {"kept_ids": kept.int()}
         path = folder / f"{learner.kind}{learner.suffix}.safetensors"
         save_with_card(Trained(learner.kind, fingerprint, learner.sizes, training, tensors), path)
-        print(f"{path}: {coverage:.1%} of the corpus's tokens are in the trimmed vocabulary")
+        show(f"{path}: {coverage:.1%} of the corpus's tokens are in the trimmed vocabulary")
         return path
 
 
@@ -170,7 +171,7 @@ def train(
     last = last_checkpoint(folder)
     state = {} if last is None else json.loads((last / STATE).read_text())
     if last is not None and state["global_step"] >= num_steps:  # the Trainer would add a step
-        print(f"{folder}: trained already, {num_steps} steps", flush=True)
+        show(f"{folder}: trained already, {num_steps} steps")
         learner.load_state_dict(load_file(last / MODEL))
         curves = state["log_history"]
     else:

@@ -385,13 +385,22 @@ def test_parts_fill_one_folder_with_the_same_files(target, whole, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_at_once_fill_one_folder(target, whole, tmp_path):
+    """Each waits for the other before it begins: on a busy machine one alone could fill it."""
     folder = tmp_path / "corpus"
-    script = (
-        "import sys; sys.path[:0] = {paths!r}; import test_corpus, torch; "
-        "torch.set_num_threads(1); "  # as in this process: rounding depends on it
-        "test_corpus.options({folder!r}, part='{part}/2').run(test_corpus.target_of())"
-    )
-    commands = [script.format(paths=PATHS, folder=str(folder), part=part) for part in (0, 1)]
+    script = """
+import pathlib, sys, time
+sys.path[:0] = {paths!r}
+import test_corpus, torch
+torch.set_num_threads(1)  # as in this process: rounding depends on it
+target = test_corpus.target_of()
+here = pathlib.Path({here!r})
+(here / "ready-{part}").touch()
+while len(list(here.glob("ready-*"))) < 2:
+    time.sleep(0.01)
+test_corpus.options({folder!r}, part="{part}/2").run(target)
+"""
+    names = {"paths": PATHS, "folder": str(folder), "here": str(tmp_path)}
+    commands = [script.format(part=part, **names) for part in (0, 1)]
     running = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
     assert [process.wait() for process in running] == [0, 0]
     texts = TextShards.open(folder)
